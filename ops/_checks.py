@@ -1,0 +1,86 @@
+"""Checks that name the argument, the rule and what came.
+
+They serve eager calls and fakes alike: sizes may be symbolic, so equalities go through
+``torch._check_value``, which also tells the tracer that two sizes are one.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+
+def check_shape(name: str, tensor: Tensor, **dims: int | None) -> None:
+    """``tensor`` has one dimension per keyword, of the given size; ``None`` admits any size."""
+    if tensor.dim() != len(dims):
+        raise ValueError(f"{name} must have shape {_rule(dims)}, got {_sizes(tensor)}")
+    for axis, size in enumerate(dims.values()):
+        if size is not None:
+            actual = tensor.shape[axis]
+            if type(actual) is int and type(size) is int:
+                if actual != size:
+                    raise ValueError(f"{name} must have shape {_rule(dims)}, got {_sizes(tensor)}")
+            else:
+                torch._check_value(
+                    actual == size,
+                    lambda: f"{name} must have shape {_rule(dims)}, got {_sizes(tensor)}",
+                )
+
+
+def check_any_shape(name: str, tensor: Tensor, *choices: Mapping[str, int | None]) -> None:
+    """``tensor`` has the shape of the choice that has its rank."""
+    for dims in choices:
+        if tensor.dim() == len(dims):
+            return check_shape(name, tensor, **dims)
+    raise ValueError(
+        f"{name} must have shape {' or '.join(map(_rule, choices))}, got {_sizes(tensor)}"
+    )
+
+
+def check_dtype(name: str, tensor: Tensor, *dtypes: torch.dtype) -> None:
+    """``tensor`` has one of ``dtypes``."""
+    if tensor.dtype not in dtypes:
+        raise TypeError(
+            f"{name} must have dtype {' or '.join(map(str, dtypes))}, got {tensor.dtype}"
+        )
+
+
+def check_device(like: str, device: torch.device, **tensors: Tensor | None) -> None:
+    """Every tensor lies on ``device``, the device of the argument called ``like``."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.device != device:
+            raise ValueError(f"{name} must be on {device} as {like} is, got {tensor.device}")
+
+
+def check_lens(query_start_loc: Tensor, seq_lens: Tensor) -> None:
+    """The two tensors that describe a batch fit each other."""
+    check_dtype("query_start_loc", query_start_loc, torch.int32)
+    check_dtype("seq_lens", seq_lens, torch.int32)
+    check_shape("seq_lens", seq_lens, num_reqs=None)
+    check_shape("query_start_loc", query_start_loc, num_reqs_plus_1=seq_lens.shape[0] + 1)
+    check_device("query_start_loc", query_start_loc.device, seq_lens=seq_lens)
+
+
+def check_rule(condition: bool | torch.SymBool, name: str, rule: str, got: object) -> None:
+    """``condition`` holds; otherwise the error says ``<name> must <rule>, got <got>``."""
+    if condition is True:
+        return
+    torch._check_value(condition, lambda: f"{name} must {rule}, got {got}")
+
+
+def check_writable(name: str, tensor: Tensor) -> None:
+    """No two elements of ``tensor`` share memory through a stride of zero."""
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        if type(stride) is int and stride == 0 and size != 1:
+            raise ValueError(
+                f"{name} must not overlap itself, got strides {tuple(tensor.stride())} "
+                f"for shape {_sizes(tensor)}"
+            )
+
+
+def _rule(dims: Mapping[str, int | None]) -> str:
+    return "[" + ", ".join(k if v is None else f"{k}={v}" for k, v in dims.items()) + "]"
+
+
+def _sizes(tensor: Tensor) -> Sequence[int]:
+    return list(tensor.shape)
