@@ -1,0 +1,158 @@
+"""Everything private of torch that this package touches, in one place."""
+
+import contextlib
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch import Tensor, fx
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.fx.experimental import _config
+from torch.utils import _pytree as pytree
+
+# torch installs ``patch`` on its config modules when they are imported
+_symbolic_config: Any = _config
+
+
+@contextlib.contextmanager
+def symbolic_batch(recompile_limit: int) -> Iterator[None]:
+    """Trace with marked sizes symbolic even at 0 and 1, and each with a symbol of its own."""
+    with (
+        _symbolic_config.patch(backed_size_oblivious=True, use_duck_shape=False),
+        torch._dynamo.config.patch(
+            recompile_limit=max(recompile_limit, torch._dynamo.config.recompile_limit)
+        ),
+    ):
+        yield
+
+
+def mark_dynamic(tensor: Tensor, dim: int) -> None:
+    """Ask the tracer for a symbol in this dimension."""
+    torch._dynamo.mark_dynamic(tensor, dim)
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Equal for two tensors, fake ones too, exactly when they share a storage."""
+    return tensor.untyped_storage()._cdata
+
+
+def tree_flatten(tree: Any) -> tuple[list[Any], Any]:
+    """Leaves and structure of nested containers."""
+    return pytree.tree_flatten(tree)
+
+
+def tree_leaves(tree: Any) -> list[Any]:
+    """Leaves of nested containers."""
+    return pytree.tree_leaves(tree)
+
+
+def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Nested containers with a function applied to each leaf."""
+    return pytree.tree_map(function, tree)
+
+
+def tree_unflatten(leaves: list[Any], structure: Any) -> Any:
+    """Nested containers from leaves and structure."""
+    return pytree.tree_unflatten(leaves, structure)
+
+
+def example_value(node: fx.Node) -> Any:
+    """The fake result that the tracer recorded for a node of a Dynamo-level graph."""
+    return node.meta.get("example_value", node.meta.get("val"))
+
+
+def has_example_value(node: fx.Node) -> bool:
+    """The tracer recorded a result for the node, be it None."""
+    return "example_value" in node.meta or "val" in node.meta
+
+
+def size_expression(size: int | torch.SymInt) -> Any:
+    """The sympy expression of a size, or the int itself."""
+    return size.node.expr if isinstance(size, torch.SymInt) else size
+
+
+def user_line(node: fx.Node) -> str | None:
+    """``file:line`` of the user's code that made this node."""
+    trace = node.meta.get("stack_trace") or node.stack_trace
+    lines = [line for line in (trace or "").splitlines() if line.strip().startswith("File ")]
+    if not lines:
+        return None
+    parts = lines[-1].strip().split('"')
+    return f"{parts[1]}:{parts[2].split('line ')[1].split(',')[0]}"
+
+
+def inductor(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], cache_key: bytes
+) -> Callable[..., Any]:
+    """Compile with Inductor; ``cache_key`` becomes part of its cache keys."""
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx
+
+    # the caches do not know how the graph was traced, and would serve code guarded by "2 <= size"
+    traced = f"{_symbolic_config.backed_size_oblivious} {_symbolic_config.use_duck_shape}"
+    hook = _CacheKey(cache_key + traced.encode(), config.post_grad_custom_post_pass)
+    compiled: Any = compile_fx(
+        gm, example_inputs, config_patches={"post_grad_custom_post_pass": hook}
+    )
+    return compiled
+
+
+class _CacheKey(CustomGraphPass):
+    """Changes nothing itself: carries a key into Inductor's caches, past a pass of the user's."""
+
+    def __init__(self, key: bytes, users: Any) -> None:
+        self.key = key
+        self.users = users
+
+    def __call__(self, graph: fx.Graph) -> None:
+        if self.users is not None:
+            self.users(graph)
+
+    def uuid(self) -> Any:
+        if self.users is None:
+            return self.key
+        # without a uuid of its own the user's pass turns the caches off, with us as without us
+        users = self.users.uuid() if isinstance(self.users, CustomGraphPass) else None
+        return None if users is None else (self.key, users)
+
+
+def compiled_callables(function: Any) -> tuple[list[Any], int]:
+    """What backends returned for the compiled versions of a function, and its graph breaks.
+
+    ``function`` is what ``torch.compile`` returned or was given.
+    """
+    module = getattr(function, "_orig_mod", None)
+    function = _unwrap(function if module is None else function.forward)
+    if getattr(function, "__func__", None) is torch.nn.Module._wrapped_call_impl:
+        # Dynamo compiles the module's own code behind torch's call machinery
+        function = function.__self__.forward
+    function = getattr(function, "__func__", function)
+    return _compiled_callables(function.__code__, function.__globals__)
+
+
+def _compiled_callables(code: types.CodeType, namespace: dict[str, Any]) -> tuple[list[Any], int]:
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+
+    found, breaks = [], 0
+    for entry in reversed(_debug_get_cache_entry_list(code)):
+        for name in entry.code.co_names:
+            if name.startswith("__compiled_fn"):
+                found.append(_unwrap(namespace.get(name)))
+            elif name.startswith("__resume_at"):
+                resumed, more = _compiled_callables(namespace[name].__code__, namespace)
+                found += resumed
+                breaks += 1 + more
+    return found, breaks
+
+
+def _unwrap(function: Any) -> Any:
+    while hasattr(function, "_torchdynamo_orig_callable"):
+        function = function._torchdynamo_orig_callable
+    return function
+
+
+def copy_meta(source: fx.Node, target: fx.Node) -> None:
+    """A new node stands for an old one: the same fake result, the same line of the user's."""
+    target.meta.update(source.meta)

@@ -1,0 +1,149 @@
+"""``torch.compile(fn, backend="mtpgraph")``: passes on the Dynamo-level graph, then the engine.
+
+Found through the entry point ``torch_dynamo_backends``; nothing is registered at import.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, fx
+
+from . import PASSES, _compat
+from ._nodes import mutated, overlap, storages
+from .capture import GraphedCallable, device_of
+from .graph_pass import PassManager
+from .options import Options
+from .output_plan import GraphSizes
+from .stats import Stats
+
+_ONLY_STEP = ("sizes", "next_n", "specialize")
+
+
+def backend(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> "Artifact":
+    """Compile one graph; called by Dynamo.
+
+    Args:
+        gm: the graph, rewritten in place
+        example_inputs: its inputs, tensors (fake or real) and sizes
+        options: fields of :class:`Options` but those that pad, which need ``mtpgraph.compile``
+        mode: not supported; torch.compile passes it on when given
+
+    Raises:
+        ValueError: an unknown option, or one that needs ``mtpgraph.compile``
+    """
+    if mode is not None:
+        raise ValueError(f"backend 'mtpgraph' takes no mode, got {mode!r}; use options")
+    given = dict(options or {})
+    if padding := [name for name in _ONLY_STEP if name in given]:
+        raise ValueError(
+            f"option {padding[0]!r} needs mtpgraph.compile: a backend alone does not pad"
+        )
+    parsed = Options.parse(given)
+    artifact = build(gm, example_inputs, parsed)
+    device = device_of(example_inputs)
+    if device is not None and parsed.cudagraph == "full":
+        artifact.run = GraphedCallable(
+            artifact.run, device, artifact.in_place, artifact.stats, parsed
+        )
+    return artifact
+
+
+def build(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> "Artifact":
+    """Run the passes and the engine over one graph, without capture."""
+    manager = PassManager(
+        graph_pass for graph_pass in PASSES if graph_pass.__name__ not in options.disable_passes
+    )
+    in_place = _in_place(gm.graph)
+    sizes = _graph_sizes(gm.graph)
+    rewrites = manager(gm)
+    run = _ENGINES[options.engine](gm, example_inputs, manager.uuid())
+    stats = Stats(graphs=1)
+    stats.rewrites.update(rewrites)
+    return Artifact(run, in_place, sizes, stats)
+
+
+def _run_eager(gm: fx.GraphModule, _: Sequence[Any], __: bytes) -> Callable[..., Any]:
+    return gm.forward
+
+
+_ENGINES: dict[str, Callable[[fx.GraphModule, Sequence[Any], bytes], Callable[..., Any]]] = {
+    "inductor": _compat.inductor,
+    "eager": _run_eager,
+}
+
+
+@dataclasses.dataclass
+class Artifact:
+    """One compiled graph: what Dynamo calls with the graph's inputs.
+
+    Attributes:
+        run: the compiled code
+        in_place: for each input, whether the graph writes it
+        sizes: sizes of the inputs and outputs as expressions
+        stats: counts of this graph
+    """
+
+    run: Callable[..., Any]
+    in_place: tuple[bool, ...]
+    sizes: GraphSizes
+    stats: Stats
+
+    def __call__(self, *args: Any) -> Any:
+        return self.run(*args)
+
+
+def _graph_sizes(graph: fx.Graph) -> GraphSizes:
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    returned = graph.output_node().args[0]
+    leaves = returned if isinstance(returned, list | tuple) else (returned,)
+    return GraphSizes(tuple(map(_sizes, placeholders)), tuple(map(_sizes, leaves)))
+
+
+def _sizes(node: Any) -> tuple[Any, ...] | None:
+    value = _compat.example_value(node) if isinstance(node, fx.Node) else node
+    if not isinstance(value, Tensor):
+        return None
+    return tuple(map(_compat.size_expression, value.shape))
+
+
+def _in_place(graph: fx.Graph) -> tuple[bool, ...]:
+    written: set[int] = set()
+    for node in graph.nodes:
+        written |= mutated(node)
+    return tuple(
+        overlap(storages(node), written) for node in graph.nodes if node.op == "placeholder"
+    )
+
+
+def stats(compiled: Callable[..., Any]) -> Stats:
+    """Counts of a function compiled by either door.
+
+    Args:
+        compiled: what ``torch.compile(fn, backend="mtpgraph")`` or ``mtpgraph.compile(fn)``
+            returned
+
+    Raises:
+        TypeError: ``compiled`` is neither
+    """
+    from .step import CompiledStep
+
+    if isinstance(compiled, CompiledStep):
+        return compiled.stats()
+    if not hasattr(compiled, "_torchdynamo_orig_callable") and not hasattr(compiled, "_orig_mod"):
+        raise TypeError(f"compiled must be a compiled function or step, got {compiled!r}")
+    callables, breaks = _compat.compiled_callables(compiled)
+    artifacts = [entry for entry in callables if isinstance(entry, Artifact)]
+    total = Stats()
+    for artifact in artifacts:
+        total.merge(artifact.stats)
+    total.graph_breaks = breaks
+    # one graph for each stretch between breaks is planned, and one more for each recompile
+    total.recompiles = max(0, len(artifacts) - 1 - breaks)
+    return total

@@ -1,0 +1,269 @@
+"""CUDA graphs over compiled code: record once, replay for every batch of the same shapes.
+
+A graph reads and writes fixed addresses. Small inputs are copied into buffers of the graph's own;
+caches and states are used where they lie, and a graph whose caches have moved is recorded again.
+
+``GraphDevice`` is what a device must offer; tests put an emulation in its place.
+"""
+
+import contextlib
+import gc
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from .options import Options
+from .stats import Stats
+
+# larger inputs are used by address: a copy of a cache in every step would cost more than the graph
+_COPY_LIMIT_BYTES = 1 << 20
+# a caller that hands over new caches in every step gains nothing from graphs
+_RECAPTURE_LIMIT = 8
+
+
+class Graph(Protocol):
+    """A recorded run."""
+
+    def replay(self) -> Any:
+        """Run again on the same addresses; returns the outputs, at the same addresses too."""
+        ...
+
+
+class GraphDevice(Protocol):
+    """Records graphs."""
+
+    def is_capturing(self) -> bool:
+        """The caller records a graph of its own just now."""
+        ...
+
+    def warm_up(self, run: Callable[[], Any]) -> None:
+        """Run once as the recording will: compiles kernels, creates handles, fills allocators."""
+        ...
+
+    def capture(self, run: Callable[[], Any]) -> Graph:
+        """Record ``run``, which is not to take effect before the first replay."""
+        ...
+
+
+class CudaGraph:
+    """A ``torch.cuda.CUDAGraph`` and what it writes."""
+
+    def __init__(self, graph: "torch.cuda.CUDAGraph", outputs: Any) -> None:
+        self._graph = graph
+        self._outputs = outputs
+
+    def replay(self) -> Any:
+        self._graph.replay()
+        return self._outputs
+
+
+class CudaDevice:
+    """Graphs of one CUDA device, all in one memory pool and recorded on one stream.
+
+    Graphs that share a pool may reuse each other's memory: they must not run at the same time, and
+    the outputs of one hold until the next one runs.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+
+    def is_capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+    def warm_up(self, run: Callable[[], Any]) -> None:
+        with self._on_own_stream():
+            run()
+
+    def capture(self, run: Callable[[], Any]) -> CudaGraph:
+        graph = torch.cuda.CUDAGraph()
+        with (
+            self._on_own_stream(),
+            frozen_gc(),
+            torch.cuda.graph(graph, pool=self._pool, stream=self._stream),
+        ):
+            outputs = run()
+        return CudaGraph(graph, outputs)
+
+    @contextlib.contextmanager
+    def _on_own_stream(self) -> Iterator[None]:
+        current = torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            yield
+        current.wait_stream(self._stream)
+
+
+_devices: dict[torch.device, CudaDevice] = {}
+
+
+def device_of(values: Sequence[Any]) -> GraphDevice | None:
+    """Where graphs over these inputs are recorded; ``None`` off the GPU."""
+    for value in values:
+        if isinstance(value, Tensor) and value.device.type == "cuda":
+            if value.device not in _devices:
+                _devices[value.device] = CudaDevice(value.device)
+            return _devices[value.device]
+    return None
+
+
+@contextlib.contextmanager
+def frozen_gc() -> Iterator[None]:
+    """No garbage collection inside: freeing a kernel or a tensor would spoil the recording."""
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if enabled:
+            gc.enable()
+
+
+def addresses(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """Where tensors lie."""
+    return tuple(tensor.data_ptr() for tensor in tensors)
+
+
+class GraphTable:
+    """Graphs by key, each over tensors at fixed addresses.
+
+    ``obtain`` records what is missing or has moved. A key whose recording failed, or that moves
+    again and again, is given up with one warning, or with an error under ``strict``.
+    """
+
+    def __init__(self, device: GraphDevice, stats: Stats, options: Options) -> None:
+        self.device = device
+        self._stats = stats
+        self._options = options
+        self._graphs: dict[Any, tuple[Graph, tuple[int, ...]]] = {}
+        self._moves: dict[Any, int] = {}
+        self._given_up: set[Any] = set()
+
+    def __contains__(self, key: Any) -> bool:
+        return key in self._graphs
+
+    def obtain(
+        self,
+        key: Any,
+        in_use: Sequence[Tensor],
+        run: Callable[[], Any],
+        before: Callable[[], None] | None = None,
+    ) -> Graph | None:
+        """The graph of ``key`` over ``in_use`` where they lie now; ``None`` when given up.
+
+        With ``before``, which makes a run harmless, ``run`` is warmed up first.
+        """
+        if key in self._given_up:
+            return None
+        at = addresses(in_use)
+        if key in self._graphs:
+            graph, recorded = self._graphs[key]
+            if recorded == at:
+                return graph
+            if self._options.debug:
+                raise RuntimeError(
+                    f"inputs in use by address moved since the graph of {key} was recorded"
+                )
+            del self._graphs[key]
+            self._moves[key] = self._moves.get(key, 0) + 1
+            self._stats.recaptures += 1
+            if self._moves[key] > _RECAPTURE_LIMIT:
+                return self._give_up(key, "its caches lie at new addresses in every call", None)
+        try:
+            if before is not None:
+                before()
+                self.device.warm_up(run)
+            graph = self.device.capture(run)
+        except Exception as error:
+            return self._give_up(key, f"{type(error).__name__}: {error}", error)
+        self._stats.captures += 1
+        self._graphs[key] = graph, at
+        return graph
+
+    def _give_up(self, key: Any, cause: str, error: Exception | None) -> None:
+        message = f"no CUDA graph for {key}, running the compiled code: {cause}"
+        if self._options.strict:
+            raise RuntimeError(message) from error
+        self._given_up.add(key)
+        self._stats.fallbacks.append(message)
+        warnings.warn(message, RuntimeWarning, stacklevel=4)
+
+
+class GraphedCallable:
+    """Compiled code of one Dynamo graph, one CUDA graph for each combination of shapes.
+
+    The first call of a combination runs the code as it is, which is also the warm-up; the second
+    records. Outputs hold until the next call, or are copies under ``clone_outputs``.
+    """
+
+    def __init__(
+        self,
+        run: Callable[..., Any],
+        device: GraphDevice,
+        in_place: Sequence[bool],
+        stats: Stats,
+        options: Options,
+    ) -> None:
+        self._run = run
+        self._in_place = in_place
+        self._stats = stats
+        self._options = options
+        self._table = GraphTable(device, stats, options)
+        self._buffers: dict[Any, list[Any]] = {}
+        self._seen: set[Any] = set()
+
+    def __call__(self, *args: Any) -> Any:
+        key = tuple(
+            (arg.shape, arg.stride(), arg.dtype) if isinstance(arg, Tensor) else arg for arg in args
+        )
+        if key not in self._seen or self._table.device.is_capturing():
+            self._seen.add(key)
+            self._stats.eager_calls += 1
+            return self._run(*args)
+        if key not in self._buffers:
+            self._buffers[key] = [
+                arg.clone() if self._is_copied(position, arg) else None
+                for position, arg in enumerate(args)
+            ]
+        buffers = self._buffers[key]
+        in_use = []
+        static = list(args)
+        for position, (buffer, arg) in enumerate(zip(buffers, args, strict=True)):
+            if buffer is not None:
+                static[position] = buffer
+            elif isinstance(arg, Tensor):
+                in_use.append(arg)
+        graph = self._table.obtain(key, in_use, lambda: self._run(*static))
+        if graph is None:
+            self._stats.eager_calls += 1
+            return self._run(*args)
+        for buffer, arg in zip(buffers, args, strict=True):
+            if buffer is not None and buffer.data_ptr() != arg.data_ptr():
+                buffer.copy_(arg, non_blocking=True)
+        outputs = graph.replay()
+        self._stats.replays += 1
+        return clone(outputs) if self._options.clone_outputs else outputs
+
+    def _is_copied(self, position: int, arg: Any) -> bool:
+        return (
+            isinstance(arg, Tensor)
+            and not self._in_place[position]
+            and not isinstance(arg, torch.nn.Parameter)
+            and arg.numel() * arg.element_size() <= _COPY_LIMIT_BYTES
+        )
+
+
+def clone(outputs: Any) -> Any:
+    """Copies of the tensors in a list or tuple of outputs."""
+    if isinstance(outputs, Tensor):
+        return outputs.clone()
+    if isinstance(outputs, list | tuple):
+        return type(outputs)(map(clone, outputs))
+    return outputs

@@ -1,0 +1,54 @@
+"""What happened to a compiled function so far."""
+
+import dataclasses
+from collections import Counter
+from typing import Any
+
+
+@dataclasses.dataclass
+class Stats:
+    """Counts since the function was compiled.
+
+    Attributes:
+        graphs: compilations, one for each graph that Dynamo handed over
+        graph_breaks: places where a call left the graph, over all compilations
+        recompiles: compilations beyond the planned ones
+        captures: CUDA graphs captured
+        recaptures: captures of a size again, because a tensor in use by address had moved
+        replays: calls served by a CUDA graph
+        eager_calls: calls served by compiled code without a CUDA graph
+        padded_tokens: query tokens added to real batches to fill their size
+        tokens: query tokens of real batches
+        calls: calls by the size they were padded to; ``None`` for exact sizes
+        rewrites: rewrites by the name of the pass, over all compilations
+        fallbacks: why a call ran without the CUDA graph it should have had
+    """
+
+    graphs: int = 0
+    graph_breaks: int = 0
+    recompiles: int = 0
+    captures: int = 0
+    recaptures: int = 0
+    replays: int = 0
+    eager_calls: int = 0
+    padded_tokens: int = 0
+    tokens: int = 0
+    calls: Counter[int | None] = dataclasses.field(default_factory=Counter)
+    rewrites: Counter[str] = dataclasses.field(default_factory=Counter)
+    fallbacks: list[str] = dataclasses.field(default_factory=list)
+
+    def merge(self, more: "Stats") -> None:
+        """Add the counts of another."""
+        for field in dataclasses.fields(self):
+            own, other = getattr(self, field.name), getattr(more, field.name)
+            if isinstance(own, Counter):
+                own.update(other)
+            else:
+                setattr(self, field.name, own + other)
+
+    def asdict(self) -> dict[str, Any]:
+        """A plain copy, ready for JSON."""
+        values = dataclasses.asdict(self)
+        values["calls"] = {str(size): count for size, count in self.calls.items()}
+        values["rewrites"] = dict(self.rewrites)
+        return values
