@@ -1,0 +1,217 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch._inductor.utils import run_and_get_code
+
+import mtpgraph
+from mtpgraph import ops
+from mtpgraph.compile_passes import PASSES, graph_pass
+from mtpgraph.compile_passes.backend import Artifact
+from mtpgraph.compile_passes.graph_pass import PassManager
+from tests.helpers import assert_same_bits
+
+from .support import Stream, copy_pools, hybrid_step, make_pools
+
+
+def run_alone(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_backend_is_found_without_an_import():
+    """torch finds the backend by its entry point; nothing of ours is imported before its use."""
+    out = run_alone(
+        "import sys, torch\n"
+        "assert 'mtpgraph' in torch._dynamo.list_backends()\n"
+        "assert 'mtpgraph' not in sys.modules\n"
+        "f = torch.compile(lambda x: x + 1, backend='mtpgraph', fullgraph=True,\n"
+        "                  options={'engine': 'eager'})\n"
+        "print(f(torch.ones(2)).tolist(), 'mtpgraph' in sys.modules)\n"
+    )
+    assert out.strip() == "[2.0, 2.0] True"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("engine", ["eager", "inductor"])
+def test_backend_equals_eager_on_poisoned_pools(dtype: torch.dtype, engine: str):
+    stream, pools = Stream(4, dtype), make_pools(4, dtype)
+    expected_pools = copy_pools(pools)
+    compiled = torch.compile(
+        hybrid_step, backend="mtpgraph", fullgraph=True, options={"engine": engine}
+    )
+    # Inductor keeps the sum of a step in fp32 where eager rounds it to the half type
+    exact = dtype == torch.float32 or engine == "eager"
+    for query_lens, new in ([2, 1, 2, 2], ()), ([2, 2, 1, 2], (1,)), ([1, 2, 2, 2], (3,)):
+        batch = stream.batch(query_lens, new)
+        expected = hybrid_step(*batch, expected_pools)
+        actual = compiled(*batch, pools)
+        for a, b in zip(actual, expected, strict=True):
+            torch.testing.assert_close(a, b, **({} if exact else {"rtol": 0.05, "atol": 0.05}))
+            assert not a.isnan().any()
+        if exact:
+            for name, pool in pools.items():
+                torch.testing.assert_close(pool, expected_pools[name], equal_nan=True)
+    stats = mtpgraph.stats(compiled)
+    assert stats.rewrites == {"fuse_select": 1, "fuse_state_reset": 2}
+    assert stats.graph_breaks == 0
+
+
+def test_backend_updates_pools_in_place():
+    """Compiled code makes no copy of a cache: no buffer of its shape, no copy back."""
+    stream, pools = Stream(4), make_pools(4)
+    compiled = torch.compile(hybrid_step, backend="mtpgraph", fullgraph=True)
+    _, (code,) = run_and_get_code(compiled, *stream.batch([2, 2, 2, 2]), pools)
+    for name in ("index_k", "conv", "ssm"):
+        shape = tuple(pools[name].shape)
+        assert f"empty_strided_cpu({shape}" not in code, f"{name} is copied"
+        assert f"empty_strided({shape}" not in code, f"{name} is copied"
+    assert "auto_functionalized" not in code
+
+
+def test_backend_counts_graphs_breaks_and_recompiles():
+    def fn(x: Tensor) -> Tensor:
+        y = x + 1
+        torch._dynamo.graph_break()
+        return y * 2
+
+    compiled = torch.compile(fn, backend="mtpgraph", options={"engine": "eager"}, dynamic=False)
+    compiled(torch.ones(2))
+    assert (mtpgraph.stats(compiled).graphs, mtpgraph.stats(compiled).graph_breaks) == (2, 1)
+    assert mtpgraph.stats(compiled).recompiles == 0
+
+    whole = torch.compile(
+        lambda x: x * 3, backend="mtpgraph", options={"engine": "eager"}, dynamic=False
+    )
+    for size in (2, 3, 2):
+        whole(torch.ones(size))
+    assert mtpgraph.stats(whole).graphs == 2
+    assert mtpgraph.stats(whole).recompiles == 1
+
+
+class Twice(torch.nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2
+
+
+@pytest.mark.parametrize("module", [Twice(), torch.nn.ReLU()])
+def test_backend_stats_of_a_module(module: torch.nn.Module):
+    compiled = torch.compile(module, backend="mtpgraph", options={"engine": "eager"})
+    compiled(torch.ones(1, 2))
+    assert mtpgraph.stats(compiled).graphs == 1
+
+
+def test_stats_refuse_what_is_not_compiled():
+    with pytest.raises(TypeError, match="compiled must be a compiled function or step, got"):
+        mtpgraph.stats(len)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"engin": "eager"}, "unknown option 'engin'; did you mean 'engine'"),
+        ({"sizes": [1]}, "option 'sizes' needs mtpgraph.compile"),
+        ({"next_n": 2}, "option 'next_n' needs mtpgraph.compile"),
+    ],
+)
+def test_backend_refuses_options(options: dict, match: str):
+    compiled = torch.compile(lambda x: x + 1, backend="mtpgraph", options=options)
+    with pytest.raises(Exception, match=match):
+        compiled(torch.ones(1))
+
+
+def test_backend_refuses_a_mode():
+    gm = torch.fx.symbolic_trace(lambda x: x)
+    with pytest.raises(ValueError, match="backend 'mtpgraph' takes no mode, got 'max-autotune'"):
+        mtpgraph.compile_passes.backend.backend(gm, [], mode="max-autotune")
+
+
+def test_backend_leaves_out_disabled_passes():
+    options = {"engine": "eager", "disable_passes": ["fuse_select"]}
+    compiled = torch.compile(hybrid_step, backend="mtpgraph", fullgraph=True, options=options)
+    compiled(*Stream(2).batch([2, 2]), make_pools(2))
+    assert mtpgraph.stats(compiled).rewrites == {"fuse_state_reset": 2}
+
+
+def test_backend_keeps_the_users_own_pass():
+    """A pass that the user gave Inductor still runs, and its key stays part of the cache's."""
+    seen = []
+
+    class Own(torch._inductor.custom_graph_pass.CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            seen.append(len(graph.nodes))
+
+        def uuid(self) -> str:
+            return "own"
+
+    with torch._inductor.config.patch(post_grad_custom_post_pass=Own(), fx_graph_cache=False):
+        compiled = torch.compile(lambda x: x.sin() + 1, backend="mtpgraph", fullgraph=True)
+        compiled(torch.ones(3))
+    assert seen
+
+
+def test_cache_key_follows_sources_and_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    key = PassManager(PASSES).uuid()
+    assert PassManager(PASSES).uuid() == key
+    assert PassManager(PASSES[:1]).uuid() != key
+
+    for path in Path(graph_pass.__file__).parent.glob("*.py"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    monkeypatch.setattr(graph_pass, "__file__", str(tmp_path / "graph_pass.py"))
+    assert PassManager(PASSES).uuid() == key
+    # a helper that no pass is named after counts too
+    with (tmp_path / "_nodes.py").open("a") as file:
+        file.write("# edited\n")
+    assert PassManager(PASSES).uuid() != key
+
+
+def test_cache_key_reaches_inductor(monkeypatch: pytest.MonkeyPatch):
+    """Two keys, two entries: Inductor's cache does not serve code of an older pass."""
+    from torch._dynamo.utils import counters
+
+    def compile_once() -> int:
+        torch._dynamo.reset()
+        counters.clear()
+        compiled = torch.compile(lambda x: x.cos() * 5, backend="mtpgraph", fullgraph=True)
+        compiled(torch.ones(7))
+        return counters["inductor"]["fxgraph_cache_hit"]
+
+    with torch._inductor.config.patch(fx_graph_cache=True):
+        compile_once()
+        assert compile_once() == 1
+        key = os.urandom(8)
+        monkeypatch.setattr(PassManager, "uuid", lambda self: key)
+        assert compile_once() == 0
+
+
+def test_in_place_inputs_are_known():
+    found: list[Artifact] = []
+
+    def backend(gm, example_inputs):
+        options = mtpgraph.Options(engine="eager")
+        found.append(mtpgraph.compile_passes.backend.build(gm, example_inputs, options))
+        return found[-1]
+
+    def step(state, x, indices):
+        ops.reset_states_(state[0], indices, x.sum(1) > 0)
+        view = x[1:]
+        view += 1
+        return x * 2
+
+    state, x = torch.ones(2, 3, 4), torch.ones(3, 2)
+    torch.compile(step, backend=backend)(state, x, torch.zeros(3, dtype=torch.int32))
+    assert sorted(found[0].in_place) == [False, True, True]
+
+
+def test_compiled_and_eager_share_bits_of_a_simple_op():
+    q = torch.tensor([0, 2, 3], dtype=torch.int32)
+    lens = torch.tensor([2, 9], dtype=torch.int32)
+    compiled = torch.compile(ops.has_initial_state, backend="mtpgraph", fullgraph=True)
+    assert_same_bits(compiled(q, lens), ops.has_initial_state(q, lens))

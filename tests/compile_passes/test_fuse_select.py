@@ -1,0 +1,210 @@
+import operator
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from mtpgraph import ops
+from mtpgraph.compile_passes.fuse_select import fuse_select
+from tests.helpers import Batch, make_batch, nan_pool
+
+from .support import trace
+
+HEADS, HEAD_DIM, TOPK = 2, 8, 5
+
+
+def make_inputs(batch: Batch, dtype: torch.dtype) -> list[Tensor]:
+    cache = nan_pool(batch.num_blocks, batch.block_size * (HEAD_DIM + 4), dtype=torch.uint8)
+    for request, blocks in enumerate(batch.blocks):
+        seq_len = int(batch.seq_lens[request])
+        places = [(p // batch.block_size, p % batch.block_size) for p in range(seq_len)]
+        slots = torch.tensor(
+            [blocks[b] * batch.block_size + offset for b, offset in places], dtype=torch.int64
+        )
+        ops.indexer_cache_write_(torch.randn(seq_len, HEAD_DIM), slots, cache)
+    return [
+        torch.randn(batch.num_tokens, HEADS, HEAD_DIM).to(dtype),
+        torch.randn(batch.num_tokens, HEADS),
+        cache,
+        batch.block_table,
+        batch.query_start_loc,
+        batch.seq_lens,
+    ]
+
+
+def ragged_batch() -> Batch:
+    return make_batch([2, 0, 1, 3], [7, 0, 9, 3], trailing=2)
+
+
+def select(q: Tensor, weights: Tensor, cache: Tensor, table: Tensor, qsl: Tensor, lens: Tensor):
+    row_lens, _ = ops.flatten_decode(qsl, lens, q.shape[0])
+    logits = ops.indexer_logits(q, weights, cache, table, qsl, lens, 12)
+    return ops.indexer_topk(logits, row_lens, TOPK)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("engine", ["eager", "inductor"])
+def test_fuse_select_keeps_the_result(dtype: torch.dtype, engine: str):
+    inputs = make_inputs(ragged_batch(), dtype)
+    expected = select(*inputs)
+    compiled = torch.compile(select, backend="mtpgraph", fullgraph=True, options={"engine": engine})
+    assert torch.equal(compiled(*inputs), expected)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_fuse_select_leaves_one_op(dynamic: bool):
+    inputs = make_inputs(ragged_batch(), torch.float32)
+    result, probe = trace(select, *inputs, passes=[fuse_select], dynamic=dynamic)
+    assert torch.equal(result, select(*inputs))
+    assert probe.counts == {"fuse_select": 1}
+    assert probe.calls == {"indexer_select": 1}
+
+
+def test_fuse_select_keeps_flatten_decode_that_is_used():
+    def step(q, weights, cache, table, qsl, lens):
+        row_lens, row_requests = ops.flatten_decode(qsl, lens, q.shape[0])
+        logits = ops.indexer_logits(q, weights, cache, table, qsl, lens, 12)
+        chosen = ops.indexer_topk(logits, row_lens, TOPK)
+        return ops.topk_to_slots(chosen, table, row_requests, 4)
+
+    inputs = make_inputs(ragged_batch(), torch.float32)
+    result, probe = trace(step, *inputs, passes=[fuse_select])
+    assert torch.equal(result, step(*inputs))
+    assert probe.calls == {"indexer_select": 1, "topk_to_slots": 1, "flatten_decode": 1}
+
+
+def test_fuse_select_reads_the_cache_where_the_logits_did():
+    def step(q, weights, cache, table, qsl, lens):
+        row_lens, _ = ops.flatten_decode(qsl, lens, q.shape[0])
+        logits = ops.indexer_logits(q, weights, cache, table, qsl, lens, 12)
+        cache.fill_(0)
+        return ops.indexer_topk(logits, row_lens, TOPK)
+
+    inputs = make_inputs(ragged_batch(), torch.float32)
+    expected = step(*[x.clone() for x in inputs])
+    result, probe = trace(step, *inputs, passes=[fuse_select])
+    assert probe.counts == {"fuse_select": 1}
+    assert torch.equal(result, expected)
+
+
+def test_fuse_select_of_every_layer():
+    def step(q, weights, cache, table, qsl, lens):
+        row_lens, _ = ops.flatten_decode(qsl, lens, q.shape[0])
+        chosen = []
+        for scale in (1.0, 2.0, -1.0):
+            logits = ops.indexer_logits(q * scale, weights, cache, table, qsl, lens, 12)
+            chosen.append(ops.indexer_topk(logits, row_lens, TOPK))
+        return torch.stack(chosen)
+
+    inputs = make_inputs(ragged_batch(), torch.float32)
+    result, probe = trace(step, *inputs, passes=[fuse_select])
+    assert probe.counts == {"fuse_select": 3}
+    assert torch.equal(result, step(*inputs))
+
+
+def logits_used_twice(q, weights, cache, table, qsl, lens):
+    row_lens, _ = ops.flatten_decode(qsl, lens, q.shape[0])
+    logits = ops.indexer_logits(q, weights, cache, table, qsl, lens, 12)
+    return ops.indexer_topk(logits, row_lens, TOPK), logits
+
+
+def other_row_lens(q, weights, cache, table, qsl, lens):
+    logits = ops.indexer_logits(q, weights, cache, table, qsl, lens, 12)
+    return ops.indexer_topk(logits, torch.full_like(qsl, 2).new_full((q.shape[0],), 2), TOPK)
+
+
+def shortened_row_lens(q, weights, cache, table, qsl, lens):
+    row_lens, _ = ops.flatten_decode(qsl, lens, q.shape[0])
+    logits = ops.indexer_logits(q, weights, cache, table, qsl, lens, 12)
+    return ops.indexer_topk(logits, row_lens - 1, TOPK)
+
+
+def row_lens_of_other_lens(q, weights, cache, table, qsl, lens):
+    row_lens, _ = ops.flatten_decode(qsl, lens - 1, q.shape[0])
+    logits = ops.indexer_logits(q, weights, cache, table, qsl, lens, 12)
+    return ops.indexer_topk(logits, row_lens, TOPK)
+
+
+def row_requests_for_row_lens(q, weights, cache, table, qsl, lens):
+    _, row_requests = ops.flatten_decode(qsl, lens, q.shape[0])
+    logits = ops.indexer_logits(q, weights, cache, table, qsl, lens, 12)
+    return ops.indexer_topk(logits, row_requests, TOPK)
+
+
+def lens_written_between(q, weights, cache, table, qsl, lens):
+    lens = lens.clone()
+    row_lens, _ = ops.flatten_decode(qsl, lens, q.shape[0])
+    lens.sub_(1)
+    logits = ops.indexer_logits(q, weights, cache, table, qsl, lens, 12)
+    return ops.indexer_topk(logits, row_lens, TOPK)
+
+
+def lens_written_through_a_view(q, weights, cache, table, qsl, lens):
+    lens = lens.clone()
+    row_lens, _ = ops.flatten_decode(qsl, lens, q.shape[0])
+    lens[1:][:] = 0
+    logits = ops.indexer_logits(q, weights, cache, table, qsl, lens, 12)
+    return ops.indexer_topk(logits, row_lens, TOPK)
+
+
+def lens_written_before_the_row_lens(q, weights, cache, table, qsl, lens):
+    lens = lens.clone()
+    logits = ops.indexer_logits(q, weights, cache, table, qsl, lens, 12)
+    lens.sub_(1)
+    row_lens, _ = ops.flatten_decode(qsl, lens, q.shape[0])
+    return ops.indexer_topk(logits, row_lens, TOPK)
+
+
+def logits_changed_before_topk(q, weights, cache, table, qsl, lens):
+    row_lens, _ = ops.flatten_decode(qsl, lens, q.shape[0])
+    logits = ops.indexer_logits(q, weights, cache, table, qsl, lens, 12)
+    return ops.indexer_topk(-logits, row_lens, TOPK)
+
+
+def logits_changed_in_place(q, weights, cache, table, qsl, lens):
+    row_lens, _ = ops.flatten_decode(qsl, lens, q.shape[0])
+    logits = ops.indexer_logits(q, weights, cache, table, qsl, lens, 12)
+    logits[:, 0] = 1e9
+    return ops.indexer_topk(logits, row_lens, TOPK)
+
+
+@pytest.mark.parametrize(
+    "near_miss",
+    [
+        logits_used_twice,
+        other_row_lens,
+        shortened_row_lens,
+        row_lens_of_other_lens,
+        row_requests_for_row_lens,
+        lens_written_between,
+        lens_written_through_a_view,
+        lens_written_before_the_row_lens,
+        logits_changed_before_topk,
+        logits_changed_in_place,
+    ],
+)
+def test_fuse_select_leaves_alone(near_miss: Callable[..., Tensor]):
+    inputs = make_inputs(ragged_batch(), torch.float32)
+    expected = near_miss(*inputs)
+    result, probe = trace(near_miss, *inputs, passes=[fuse_select])
+    assert probe.counts == {"fuse_select": 0}
+    torch.testing.assert_close(result, expected, rtol=0, atol=0)
+
+
+def test_fuse_select_leaves_alone_topk_known_only_after_the_logits():
+    def step(q, weights, cache, table, qsl, lens):
+        row_lens, _ = ops.flatten_decode(qsl, lens, q.shape[0])
+        logits = ops.indexer_logits(q, weights, cache, table, qsl, lens, 12)
+        return ops.indexer_topk(logits, row_lens, weights.shape[0] - 3)
+
+    inputs = make_inputs(ragged_batch(), torch.float32)
+    result, probe = trace(step, *inputs, passes=[fuse_select], dynamic=True)
+    after = [
+        node
+        for node in probe.graphs[0].graph.nodes
+        if node.target in (operator.sub, operator.add) and node.users
+    ]
+    assert len(after) == 1, "the size must be computed in the graph for this to be a near miss"
+    assert probe.counts == {"fuse_select": 0}
+    assert torch.equal(result, step(*inputs))
