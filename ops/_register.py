@@ -1,5 +1,8 @@
-"""Define one op: schema, checks, reference, fake."""
+"""Define one op: schema, checks, reference, kernel, fake."""
 
+import functools
+import importlib
+import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,28 +23,51 @@ def register(
     """Register an op and return its ``.default`` overload.
 
     ``check``, ``reference`` and ``fake`` take the arguments of the schema, with its defaults.
-    ``check`` runs in front of both others, so eager and traced calls refuse the same inputs with
-    the same words, before anything is written. The reference serves every device that has no
-    kernel.
+    ``check`` runs in front of the others, so eager and traced calls refuse the same inputs with
+    the same words, before anything is written. On a CUDA card ``launch`` of the module of this
+    name in ``mtpgraph.kernels`` runs, imported at the first call; the reference serves every
+    device that has no kernel.
     """
     name = schema[: schema.index("(")]
 
-    def run(*args: Any, **kwargs: Any) -> Any:
-        _refuse_grad(name, args, kwargs)
-        check(*args, **kwargs)
-        return reference(*args, **kwargs)
+    def checked(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            _refuse_grad(name, args, kwargs)
+            check(*args, **kwargs)
+            return call(*args, **kwargs)
 
-    def trace(*args: Any, **kwargs: Any) -> Any:
-        _refuse_grad(name, args, kwargs)
-        check(*args, **kwargs)
-        return fake(*args, **kwargs)
+        return run
+
+    def launch(*args: Any, **kwargs: Any) -> Any:
+        device = next(arg.device for arg in args if isinstance(arg, Tensor))
+        kernel = _kernel(name.removesuffix("_")) if _has_kernels(device) else None
+        return (kernel or reference)(*args, **kwargs)
 
     # needs_exact_strides: a cache must reach the op with the strides it has, never as a copy.
     tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
     _LIBRARY.define(schema, tags=tags)
-    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"mtpgraph::{name}", trace, lib=_LIBRARY)
+    _LIBRARY.impl(name, checked(reference), "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, checked(launch), "CUDA")
+    torch.library.register_fake(f"mtpgraph::{name}", checked(fake), lib=_LIBRARY)
     return getattr(torch.ops.mtpgraph, name).default
+
+
+@functools.cache
+def _has_kernels(device: torch.device) -> bool:
+    """Triton is there and the card is one that the kernels are built for, sm_80 or newer."""
+    return (
+        torch.version.cuda is not None
+        and importlib.util.find_spec("triton") is not None
+        and torch.cuda.get_device_capability(device) >= (8, 0)
+    )
+
+
+@functools.cache
+def _kernel(name: str) -> Callable[..., Any] | None:
+    package = f"{__name__.rsplit('.', 2)[0]}.kernels"
+    if importlib.util.find_spec(f"{package}.{name}") is None:
+        return None
+    return importlib.import_module(f"{package}.{name}").launch
 
 
 def _refuse_grad(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
