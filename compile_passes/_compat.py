@@ -38,6 +38,13 @@ def storage_key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy each source to its target, with few launches on a GPU."""
+    if targets:
+        foreach_copy: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
+        foreach_copy(targets, sources, non_blocking=True)
+
+
 def tree_flatten(tree: Any) -> tuple[list[Any], Any]:
     """Leaves and structure of nested containers."""
     return pytree.tree_flatten(tree)

@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 from . import _compat
 from .backend import Artifact, build
+from .buffers import Buffers
 from .capture import Graph, GraphTable, clone, device_of
 from .direct import DirectCall
 from .inputs import Batch, Batched, Static, check_specs, tensors_in
@@ -80,6 +81,7 @@ class CompiledStep:
             raise TypeError(f"fn must be callable, got {fn!r}")
         self._signature = inspect.signature(fn)
         self._specs = check_specs(inputs, self._signature)
+        self._batched = {k: v for k, v in self._specs.items() if isinstance(v, Batched)}
         self._options = options
         # a backend of its own keeps the static code apart from the symbolic one in Dynamo's cache
         self._symbolic = torch.compile(fn, backend=self._backend, fullgraph=True, dynamic=False)
@@ -91,7 +93,7 @@ class CompiledStep:
         self._observed: list[_Observation] | None = None
         self._direct: dict[Any, DirectCall] = {}
         self._plans: dict[Any, OutputPlan] = {}
-        self._buffers: dict[Any, dict[str, Tensor]] = {}
+        self._buffers: dict[Any, Buffers] = {}
         self._graphs: GraphTable | None = None
         self._stats = Stats()
 
@@ -110,7 +112,7 @@ class CompiledStep:
             self._stats.tokens += batch.tokens
             self._stats.padded_tokens += shape.tokens - batch.tokens
             graph = self._graph(batch, shape) if size else None
-            self._fill(batch, shape)
+            self._buffers_of(batch, shape).fill(batch.batched)
             if graph is None:
                 self._stats.eager_calls += 1
                 outputs = self._run(batch, shape)
@@ -135,7 +137,7 @@ class CompiledStep:
             for size in reversed(self._options.sizes):
                 shape = self._shape_of(size)
                 if self._graph(batch, shape) is None:
-                    self._blank(batch, shape)
+                    self._buffers_of(batch, shape).blank()
                     self._run(batch, shape)
 
     def stats(self) -> Stats:
@@ -168,9 +170,9 @@ class CompiledStep:
         if batch.kind not in self._plans:
             size = self._options.sizes[0]
             shape = _symbolic(size, size * self._options.next_n)
-            self._blank(batch, shape)
+            self._buffers_of(batch, shape).blank()
             outputs, (artifact, given, results) = self._run_observed(batch, shape)
-            buffers = self._buffers_of(batch, shape)
+            buffers = self._buffers_of(batch, shape).tensors
             _refuse_written(artifact, given, buffers)
             self._plans[batch.kind] = OutputPlan.learn(
                 artifact.sizes, given, results, buffers, self._specs, outputs
@@ -189,51 +191,25 @@ class CompiledStep:
             list(tensors_in(batch.static)),
             lambda: self._run(batch, shape),
             # warm-up and recording run on padding: no cache or state may move on
-            before=lambda: self._blank(batch, shape),
+            before=self._buffers_of(batch, shape).blank,
         )
 
-    def _buffers_of(self, batch: Batch, shape: _Shape) -> dict[str, Tensor]:
+    def _buffers_of(self, batch: Batch, shape: _Shape) -> Buffers:
         key = (shape, batch.kind)
         if key not in self._buffers:
-            self._buffers[key] = {
-                name: self._buffer(name, value, shape) for name, value in batch.batched.items()
-            }
+            self._buffers[key] = Buffers(
+                batch.batched,
+                self._batched,
+                shape.requests,
+                shape.tokens,
+                symbolic=not shape.static,
+            )
         return self._buffers[key]
-
-    def _buffer(self, name: str, value: Tensor, shape: _Shape) -> Tensor:
-        spec = self._batched(name)
-        sizes = list(value.shape)
-        sizes[spec.dim] = spec.length(shape.requests, shape.tokens)
-        # a buffer outlives the call: an inference tensor could not be written outside of the mode
-        with torch.inference_mode(False):
-            buffer = value.new_empty(sizes)
-        if not shape.static:
-            _compat.mark_dynamic(buffer, spec.dim)
-        return buffer
 
     def _forget(self, batch: Batch, shape: _Shape) -> None:
         """Sizes above the largest are many: their buffers do not stay."""
         self._buffers.pop((shape, batch.kind), None)
         self._direct.pop((shape, batch.kind), None)
-
-    def _fill(self, batch: Batch, shape: _Shape) -> None:
-        """Copy a batch into the buffers of its shape, padding behind it."""
-        for name, buffer in self._buffers_of(batch, shape).items():
-            value, spec = batch.batched[name], self._batched(name)
-            count = value.shape[spec.dim]
-            if value.data_ptr() != buffer.data_ptr() or count == 0:
-                buffer.narrow(spec.dim, 0, count).copy_(value)
-            _pad(buffer, spec, count)
-
-    def _blank(self, batch: Batch, shape: _Shape) -> None:
-        """Make the buffers of a shape all padding."""
-        for name, buffer in self._buffers_of(batch, shape).items():
-            _pad(buffer, self._batched(name), 0)
-
-    def _batched(self, name: str) -> Batched:
-        spec = self._specs[name]
-        assert isinstance(spec, Batched)
-        return spec
 
     def _run(self, batch: Batch, shape: _Shape) -> Any:
         """Run compiled code over the buffers of a shape, past Dynamo once it has run there."""
@@ -252,7 +228,7 @@ class CompiledStep:
     def _run_observed(self, batch: Batch, shape: _Shape) -> tuple[Any, _Observation]:
         """Run through Dynamo; also what the graph was given and what it gave."""
         compiled = self._static if shape.static else self._symbolic
-        bound = batch.with_inputs(self._buffers_of(batch, shape))
+        bound = batch.with_inputs(self._buffers_of(batch, shape).tensors)
         self._observed = []
         try:
             outputs = self._call(compiled, bound, (batch.kind, shape if shape.static else None))
@@ -285,17 +261,6 @@ class CompiledStep:
         self, gm: fx.GraphModule, example_inputs: Sequence[Any]
     ) -> Callable[..., Any]:
         return self._backend(gm, example_inputs)
-
-
-def _pad(buffer: Tensor, spec: Batched, count: int) -> None:
-    """Padding from entry ``count`` on, without a look at device values on the host."""
-    rest = buffer.narrow(spec.dim, count, buffer.shape[spec.dim] - count)
-    if spec.pad != "last":
-        rest.fill_(spec.pad)
-    elif count:
-        rest.copy_(buffer.narrow(spec.dim, count - 1, 1).expand_as(rest))
-    else:
-        rest.zero_()
 
 
 def _refuse_written(

@@ -158,7 +158,7 @@ def _check_shapes(
     names: tuple[str, ...] = ("num_heads", "head_dim") if mamba2 else ("dim",)
     check_shape("x", x, num_tokens=None, **dict.fromkeys(names))
     tokens = {"num_tokens": x.shape[0]}
-    channels = dict(zip(names, x.shape[1:], strict=True))
+    channels: dict[str, int] = dict(zip(names, x.shape[1:], strict=True))
     check_shape("state", state, num_slots=None, **channels, state_dim=None)
     state_dim = {"state_dim": state.shape[-1]}
     per_head = [{"num_heads": x.shape[1]}] if mamba2 else []
