@@ -6,7 +6,6 @@ base, and so do two inputs that are views of one pool.
 
 import inspect
 import operator
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,19 +20,22 @@ def op_of(node: object) -> OpOverload | None:
     if not isinstance(node, fx.Node) or node.op != "call_function":
         return None
     if isinstance(node.target, OpOverloadPacket):
-        return node.target.default if "default" in node.target.overloads() else None
+        # which of several overloads a call means, only its arguments tell
+        return node.target.default if node.target.overloads() == ["default"] else None
     return node.target if isinstance(node.target, OpOverload) else None
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:
-    """The arguments of a call of an op by name, defaults filled in."""
+    """The arguments of a call of an op by name, defaults filled in, in the order of the schema."""
     op = op_of(node)
     assert op is not None
-    values = dict(node.kwargs)
-    for argument, value in zip(op._schema.arguments, node.args, strict=False):
-        values[argument.name] = value
-    for argument in op._schema.arguments:
-        if argument.name not in values and argument.has_default_value():
+    values = {}
+    for position, argument in enumerate(op._schema.arguments):
+        if position < len(node.args):
+            values[argument.name] = node.args[position]
+        elif argument.name in node.kwargs:
+            values[argument.name] = node.kwargs[argument.name]
+        else:
             values[argument.name] = argument.default_value
     return values
 
@@ -65,6 +67,12 @@ def storages(value: Any) -> set[int]:
     return found
 
 
+_NO_STORAGE = (
+    bool | int | float | complex | str | torch.SymInt | torch.SymFloat | torch.SymBool
+    | torch.dtype | torch.device | torch.layout | torch.memory_format
+)  # fmt: skip
+
+
 def overlap(a: set[int], b: set[int]) -> bool:
     """Two sets of storages may have one in common."""
     return bool(a & b) or (UNKNOWN in a and bool(b)) or (UNKNOWN in b and bool(a))
@@ -85,6 +93,9 @@ def _collect(value: Any, found: set[int]) -> None:
             _collect(item, found)
     elif isinstance(value, dict):
         _collect(list(value.values()), found)
+    elif not (value is None or isinstance(value, _NO_STORAGE)):
+        # an array of another library may share memory with a tensor
+        found.add(UNKNOWN)
 
 
 def touched(node: fx.Node) -> set[int]:
@@ -95,25 +106,58 @@ def touched(node: fx.Node) -> set[int]:
 
 
 def mutated(node: fx.Node) -> set[int]:
-    """Storages that a node may write.
+    """Storages that a node may write: what it is known to write, and what cannot be ruled out."""
+    if node.op == "call_module" or isinstance(node.target, HigherOrderOperator):
+        return {UNKNOWN}
+    if op_of(node) is not None or _is_pure(node) or _writes_first(node):
+        return written(node)
+    return storages((node.args, node.kwargs))
 
-    A call of an op says so in its schema. Of anything else every argument may be written, unless
-    it is known not to write.
+
+def written(node: fx.Node) -> set[int]:
+    """Storages that a node writes for certain.
+
+    A call of an op says so in its schema. Methods with a trailing underscore, in-place operators
+    and the setting of items write their first argument, and everything writes to ``out``.
     """
     op = op_of(node)
     if op is not None:
         values = arguments(node)
-        written = [
-            values[argument.name]
-            for argument in op._schema.arguments
-            if argument.alias_info is not None and argument.alias_info.is_write
-        ]
-        return storages(written)
-    if node.op == "call_module" or isinstance(node.target, HigherOrderOperator):
-        return {UNKNOWN}
-    if node.op in ("placeholder", "get_attr", "output") or _is_pure(node):
-        return set()
-    return storages((node.args, node.kwargs))
+        return storages(
+            [
+                values[argument.name]
+                for argument in op._schema.arguments
+                if argument.alias_info is not None and argument.alias_info.is_write
+            ]
+        )
+    found = storages(node.kwargs.get("out")) if node.op == "call_function" else set()
+    return found | storages(node.args[0]) if _writes_first(node) and node.args else found
+
+
+_WRITING_OPERATORS = frozenset(
+    {
+        operator.iadd,
+        operator.iand,
+        operator.ifloordiv,
+        operator.ilshift,
+        operator.imatmul,
+        operator.imod,
+        operator.imul,
+        operator.ior,
+        operator.ipow,
+        operator.irshift,
+        operator.isub,
+        operator.itruediv,
+        operator.ixor,
+        operator.setitem,
+    }
+)
+
+
+def _writes_first(node: fx.Node) -> bool:
+    if node.op == "call_method":
+        return str(node.target).endswith("_")
+    return node.op == "call_function" and node.target in _WRITING_OPERATORS
 
 
 _PURE_FUNCTIONS = frozenset(
@@ -144,11 +188,13 @@ _PURE_FUNCTIONS = frozenset(
 
 def _is_pure(node: fx.Node) -> bool:
     """Known to write none of its arguments: torch names what writes with a trailing underscore."""
+    if node.op in ("placeholder", "get_attr", "output"):
+        return True
     if node.op == "call_method":
         return not str(node.target).endswith("_")
     if node.op != "call_function" or node.kwargs.get("out") is not None:
         return False
-    if isinstance(node.target, HigherOrderOperator):
+    if isinstance(node.target, HigherOrderOperator | OpOverloadPacket):
         return False
     if node.target in _PURE_FUNCTIONS:
         return True
@@ -172,19 +218,23 @@ def _parameters(function: Any) -> frozenset[str]:
         return frozenset()
 
 
-def between(first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
-    """The nodes after ``first`` and before ``last``; none when ``last`` comes first."""
-    if comes_before(first.graph, first, last):
-        node = first.next
-        while node is not last:
-            yield node
-            node = node.next
+def steady(values: Any, until: fx.Node) -> bool:
+    """Nothing that ``values`` are, or were computed from, is written while they are in use.
 
-
-def written_between(first: fx.Node, last: fx.Node, value: Any) -> bool:
-    """A node between the two may write a storage that ``value`` was computed from."""
-    sources = inputs_of(value)
-    return any(overlap(mutated(node), sources) for node in between(first, last))
+    In use is from the first call that computes one of them up to ``until``. Two equal expressions
+    among them are then one value.
+    """
+    chain = upstream(values)
+    sources = set().union(*map(storages, chain))
+    computed = [node for node in chain if node.op != "placeholder"]
+    in_use = False
+    for node in until.graph.nodes:
+        if node is until:
+            return True
+        in_use = in_use or node in computed
+        if in_use and overlap(mutated(node), sources):
+            return False
+    raise ValueError(f"{until} is not in its graph")
 
 
 def comes_before(graph: fx.Graph, first: fx.Node, last: fx.Node) -> bool:
@@ -207,7 +257,7 @@ _REPEATABLE_METHODS = frozenset(
 def same_value(a: Any, b: Any) -> bool:
     """Two values are one, provably: the same node, or the same repeatable call of the same values.
 
-    Says nothing of writes between the two: the caller asks ``mutated`` for that.
+    Says nothing of writes between the two: the caller asks ``steady`` for that.
     """
     if a is b:
         return True
@@ -240,15 +290,14 @@ def _is_functional(node: fx.Node) -> bool:
     return op is not None and op.namespace == "mtpgraph" and not op._schema.is_mutable
 
 
-def inputs_of(value: Any) -> set[int]:
-    """The storages of a value and of all that it was computed from."""
-    found: set[int] = set()
-    stack, seen = nodes_in(value), set()
+def upstream(value: Any) -> set[fx.Node]:
+    """The nodes in a value, and all that they were computed from."""
+    found: set[fx.Node] = set()
+    stack = nodes_in(value)
     while stack:
         node = stack.pop()
-        if node not in seen:
-            seen.add(node)
-            found |= storages(node)
+        if node not in found:
+            found.add(node)
             stack += node.all_input_nodes
     return found
 

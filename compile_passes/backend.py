@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from . import PASSES, _compat
-from ._nodes import mutated, overlap, storages
+from ._nodes import UNKNOWN, mutated, overlap, storages, written
 from .capture import GraphedCallable, device_of
 from .graph_pass import PassManager
 from .options import Options
@@ -50,7 +50,7 @@ def backend(
     device = device_of(example_inputs)
     if device is not None and parsed.cudagraph == "full":
         artifact.run = GraphedCallable(
-            artifact.run, device, artifact.in_place, artifact.stats, parsed
+            artifact.run, device, artifact.maybe_in_place, artifact.stats, parsed
         )
     return artifact
 
@@ -60,13 +60,14 @@ def build(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -
     manager = PassManager(
         graph_pass for graph_pass in PASSES if graph_pass.__name__ not in options.disable_passes
     )
-    in_place = _in_place(gm.graph)
+    in_place = _inputs_in(gm.graph, written)
+    maybe_in_place = _inputs_in(gm.graph, _perhaps)
     sizes = _graph_sizes(gm.graph)
     rewrites = manager(gm)
     run = _ENGINES[options.engine](gm, example_inputs, manager.uuid())
     stats = Stats(graphs=1)
     stats.rewrites.update(rewrites)
-    return Artifact(run, in_place, sizes, stats)
+    return Artifact(run, in_place, maybe_in_place, sizes, stats)
 
 
 def _run_eager(gm: fx.GraphModule, _: Sequence[Any], __: bytes) -> Callable[..., Any]:
@@ -85,13 +86,15 @@ class Artifact:
 
     Attributes:
         run: the compiled code
-        in_place: for each input, whether the graph writes it
+        in_place: for each input, whether the graph writes it for certain
+        maybe_in_place: the same, or this cannot be ruled out
         sizes: sizes of the inputs and outputs as expressions
         stats: counts of this graph
     """
 
     run: Callable[..., Any]
     in_place: tuple[bool, ...]
+    maybe_in_place: tuple[bool, ...]
     sizes: GraphSizes
     stats: Stats
 
@@ -113,13 +116,16 @@ def _sizes(node: Any) -> tuple[Any, ...] | None:
     return tuple(map(_compat.size_expression, value.shape))
 
 
-def _in_place(graph: fx.Graph) -> tuple[bool, ...]:
-    written: set[int] = set()
-    for node in graph.nodes:
-        written |= mutated(node)
-    return tuple(
-        overlap(storages(node), written) for node in graph.nodes if node.op == "placeholder"
-    )
+def _inputs_in(graph: fx.Graph, writes: Callable[[fx.Node], set[int]]) -> tuple[bool, ...]:
+    """For each input, whether a node writes it."""
+    found = set().union(*map(writes, graph.nodes))
+    return tuple(overlap(storages(node), found) for node in graph.nodes if node.op == "placeholder")
+
+
+def _perhaps(node: fx.Node) -> set[int]:
+    """What a node may write among its arguments: a node may not write what it was not given."""
+    found = mutated(node)
+    return storages((node.args, node.kwargs)) if UNKNOWN in found else found
 
 
 def stats(compiled: Callable[..., Any]) -> Stats:

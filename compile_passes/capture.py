@@ -152,11 +152,14 @@ class GraphTable:
     def obtain(
         self,
         key: Any,
+        what: str,
         in_use: Sequence[Tensor],
         run: Callable[[], Any],
         before: Callable[[], None] | None = None,
     ) -> Graph | None:
         """The graph of ``key`` over ``in_use`` where they lie now; ``None`` when given up.
+
+        ``what`` names the key in messages.
 
         With ``before``, which makes a run harmless, ``run`` is warmed up first.
         """
@@ -169,26 +172,28 @@ class GraphTable:
                 return graph
             if self._options.debug:
                 raise RuntimeError(
-                    f"inputs in use by address moved since the graph of {key} was recorded"
+                    f"inputs in use by address moved since the CUDA graph {what} was recorded"
                 )
             del self._graphs[key]
             self._moves[key] = self._moves.get(key, 0) + 1
             self._stats.recaptures += 1
             if self._moves[key] > _RECAPTURE_LIMIT:
-                return self._give_up(key, "its caches lie at new addresses in every call", None)
+                return self._give_up(
+                    key, what, "its caches lie at new addresses in every call", None
+                )
         try:
             if before is not None:
                 before()
                 self.device.warm_up(run)
             graph = self.device.capture(run)
         except Exception as error:
-            return self._give_up(key, f"{type(error).__name__}: {error}", error)
+            return self._give_up(key, what, f"{type(error).__name__}: {error}", error)
         self._stats.captures += 1
         self._graphs[key] = graph, at
         return graph
 
-    def _give_up(self, key: Any, cause: str, error: Exception | None) -> None:
-        message = f"no CUDA graph for {key}, running the compiled code: {cause}"
+    def _give_up(self, key: Any, what: str, cause: str, error: Exception | None) -> None:
+        message = f"no CUDA graph {what}, running the compiled code: {cause}"
         if self._options.strict:
             raise RuntimeError(message) from error
         self._given_up.add(key)
@@ -240,7 +245,9 @@ class GraphedCallable:
                 static[position] = buffer
             elif isinstance(arg, Tensor):
                 in_use.append(arg)
-        graph = self._table.obtain(key, in_use, lambda: self._run(*static))
+        shapes = [list(arg.shape) for arg in args if isinstance(arg, Tensor)]
+        what = f"for inputs of shapes {shapes}"
+        graph = self._table.obtain(key, what, in_use, lambda: self._run(*static))
         if graph is None:
             self._stats.eager_calls += 1
             return self._run(*args)

@@ -7,7 +7,7 @@ Left alone when
 - the logits have another user;
 - ``row_lens`` is not what the select would compute: the first result of ``flatten_decode`` of the
   same ``query_start_loc`` and ``seq_lens``, for as many tokens as there are logits;
-- one of these two is written between ``flatten_decode`` and the logits;
+- one of these, or ``row_lens`` itself, is written before the top-k reads it;
 - ``topk`` is computed after the logits.
 """
 
@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from ._compat import copy_meta, example_value
-from ._nodes import arguments, comes_before, erase_unused, op_of, same_value, written_between
+from ._nodes import arguments, comes_before, erase_unused, op_of, same_value, steady
 
 _ops = torch.ops.mtpgraph
 
@@ -37,9 +37,11 @@ def _fuse(graph: fx.Graph, topk: fx.Node) -> bool:
     if op_of(logits) is not _ops.indexer_logits.default or list(logits.users) != [topk]:
         return False
     scored = arguments(logits)
-    if not _are_row_lens_of(graph, row_lens, logits, scored):
+    if not _are_row_lens_of(row_lens, logits, scored):
         return False
     if isinstance(k, fx.Node) and not comes_before(graph, k, logits):
+        return False
+    if not steady((row_lens, scored["query_start_loc"], scored["seq_lens"]), until=topk):
         return False
     with graph.inserting_before(logits):
         select = graph.call_function(_ops.indexer_select.default, (*scored.values(), k))
@@ -51,9 +53,7 @@ def _fuse(graph: fx.Graph, topk: fx.Node) -> bool:
     return True
 
 
-def _are_row_lens_of(
-    graph: fx.Graph, row_lens: object, logits: fx.Node, scored: dict[str, object]
-) -> bool:
+def _are_row_lens_of(row_lens: object, logits: fx.Node, scored: dict[str, object]) -> bool:
     """``row_lens`` is the first result of the ``flatten_decode`` that fits the logits."""
     if not isinstance(row_lens, fx.Node) or row_lens.target is not operator.getitem:
         return False
@@ -65,9 +65,4 @@ def _are_row_lens_of(
     if not all(same_value(lens[name], scored[name]) for name in ("query_start_loc", "seq_lens")):
         return False
     # compares two sizes that the check of indexer_topk made one
-    if example_value(row_lens).shape != example_value(logits).shape[:1]:
-        return False
-    described = (lens["query_start_loc"], lens["seq_lens"])
-    return not (
-        written_between(flatten, logits, described) or written_between(logits, flatten, described)
-    )
+    return example_value(row_lens).shape == example_value(logits).shape[:1]

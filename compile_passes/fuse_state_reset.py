@@ -14,8 +14,9 @@ Left alone when
 - the mask is not ``has_initial_state`` of the update's own ``query_start_loc`` and the update is
   ragged: a row without tokens would then be reset by the one form only;
 - the indices of the two are not provably the same;
-- anything between the two touches the state's storage, or writes the indices or what the mask was
-  computed from.
+- anything between the two touches the state's storage, or another argument of the update shares it;
+- the indices, the mask or ``query_start_loc``, or what they were computed from, is written before
+  the update.
 """
 
 import operator
@@ -26,15 +27,13 @@ from torch import fx
 from ._nodes import (
     arguments,
     erase_unused,
-    inputs_of,
-    mutated,
     op_of,
     overlap,
     same_value,
     set_argument,
+    steady,
     storages,
     touched,
-    written_between,
 )
 
 _ops = torch.ops.mtpgraph
@@ -63,16 +62,16 @@ def _fuse(reset: fx.Node) -> bool:
         and advanced["has_initial_state"] is None
         and advanced["dst_indices"] is None
         and _is_mask_of(mask, advanced["query_start_loc"])
-        and not any(
-            written_between(value, update, value)
-            for value in (
+        and steady(
+            (
                 mask,
                 cleared["state_indices"],
                 advanced["state_indices"],
                 advanced["query_start_loc"],
-            )
-            if value is not None
+            ),
+            until=update,
         )
+        and not overlap(_read_beside(update, state), storages(advanced[state]))
     ):
         return False
     set_argument(update, "has_initial_state", mask)
@@ -84,20 +83,22 @@ def _fuse(reset: fx.Node) -> bool:
 
 
 def _next_user(reset: fx.Node, cleared: dict[str, fx.Node]) -> fx.Node | None:
-    """The update that touches the state next, if all that the reset used still holds there."""
+    """The update that touches the state next, if it is what touches the state next."""
     state = storages(cleared["state"])
-    sources = inputs_of((cleared["state_indices"], cleared["has_initial_state"]))
     node = reset.next
     while node.op != "output":
         if op_of(node) in _updates() and overlap(storages(_state_of(node)), state):
             return node
         # making a view of the state reads nothing, and a second view may be what the update gets
-        if overlap(mutated(node), sources) or (
-            overlap(touched(node), state) and not _is_view(node)
-        ):
+        if overlap(touched(node), state) and not _is_view(node):
             return None
         node = node.next
     return None
+
+
+def _read_beside(update: fx.Node, state: str) -> set[int]:
+    """Storages of the update's other arguments."""
+    return storages([value for name, value in arguments(update).items() if name != state])
 
 
 def _updates() -> tuple[object, ...]:

@@ -188,6 +188,7 @@ class CompiledStep:
             self._graphs = GraphTable(device, self._stats, self._options)
         return self._graphs.obtain(
             (shape, batch.kind),
+            f"for {shape.requests} requests of {shape.tokens} tokens",
             list(tensors_in(batch.static)),
             lambda: self._run(batch, shape),
             # warm-up and recording run on padding: no cache or state may move on

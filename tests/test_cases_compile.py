@@ -308,7 +308,7 @@ def test_e8_a_graph_that_was_captured_is_the_one_that_is_found():
     recorder, stats = Recorder(), Stats()
     table = GraphTable(recorder, stats, Options())
     cache = torch.zeros(1)
-    first = table.obtain("a", [cache], lambda: None)
-    assert table.obtain("a", [cache], lambda: None) is first
-    assert table.obtain("b", [cache], lambda: None) is not first
+    first = table.obtain("a", "for a", [cache], lambda: None)
+    assert table.obtain("a", "for a", [cache], lambda: None) is first
+    assert table.obtain("b", "for b", [cache], lambda: None) is not first
     assert recorder.count == stats.captures == 2

@@ -74,6 +74,36 @@ def test_fuse_select_keeps_flatten_decode_that_is_used():
     assert probe.calls == {"indexer_select": 1, "topk_to_slots": 1, "flatten_decode": 1}
 
 
+def test_fuse_select_of_a_call_by_keywords():
+    def step(q, weights, cache, table, qsl, lens):
+        row_lens, _ = ops.flatten_decode(qsl, lens, q.shape[0])
+        logits = torch.ops.mtpgraph.indexer_logits(
+            q, weights, cache, table, max_seq_len=12, seq_lens=lens, query_start_loc=qsl
+        )
+        return torch.ops.mtpgraph.indexer_topk(topk=TOPK, row_lens=row_lens, logits=logits)
+
+    inputs = make_inputs(ragged_batch(), torch.float32)
+    result, probe = trace(step, *inputs, passes=[fuse_select])
+    assert probe.counts == {"fuse_select": 1}
+    assert torch.equal(result, step(*inputs))
+
+
+def test_fuse_select_after_lens_were_advanced_in_place():
+    """A write before the first use leaves one value throughout."""
+
+    def step(q, weights, cache, table, qsl, lens):
+        lens.sub_(1)
+        row_lens, _ = ops.flatten_decode(qsl, lens, q.shape[0])
+        logits = ops.indexer_logits(q, weights, cache, table, qsl, lens, 12)
+        return ops.indexer_topk(logits, row_lens, TOPK)
+
+    inputs = make_inputs(ragged_batch(), torch.float32)
+    expected = step(*[x.clone() for x in inputs])
+    result, probe = trace(step, *inputs, passes=[fuse_select])
+    assert probe.counts == {"fuse_select": 1}
+    assert torch.equal(result, expected)
+
+
 def test_fuse_select_reads_the_cache_where_the_logits_did():
     def step(q, weights, cache, table, qsl, lens):
         row_lens, _ = ops.flatten_decode(qsl, lens, q.shape[0])
@@ -156,6 +186,37 @@ def lens_written_before_the_row_lens(q, weights, cache, table, qsl, lens):
     return ops.indexer_topk(logits, row_lens, TOPK)
 
 
+def row_lens_written_in_place(q, weights, cache, table, qsl, lens):
+    row_lens, _ = ops.flatten_decode(qsl, lens, q.shape[0])
+    row_lens.clamp_(max=2)
+    logits = ops.indexer_logits(q, weights, cache, table, qsl, lens, 12)
+    return ops.indexer_topk(logits, row_lens, TOPK)
+
+
+def row_lens_written_after_the_logits(q, weights, cache, table, qsl, lens):
+    row_lens, _ = ops.flatten_decode(qsl, lens, q.shape[0])
+    logits = ops.indexer_logits(q, weights, cache, table, qsl, lens, 12)
+    row_lens[0] = 1
+    return ops.indexer_topk(logits, row_lens, TOPK)
+
+
+def lens_computed_anew_after_a_write(q, weights, cache, table, qsl, lens):
+    wide = lens.long()
+    before = wide.int()
+    wide.sub_(1)
+    row_lens, _ = ops.flatten_decode(qsl, before, q.shape[0])
+    logits = ops.indexer_logits(q, weights, cache, table, qsl, wide.int(), 12)
+    return ops.indexer_topk(logits, row_lens, TOPK)
+
+
+def lens_written_through_out(q, weights, cache, table, qsl, lens):
+    lens = lens.clone()
+    row_lens, _ = ops.flatten_decode(qsl, lens, q.shape[0])
+    torch.ops.aten.relu(lens - 3, out=lens)
+    logits = ops.indexer_logits(q, weights, cache, table, qsl, lens, 12)
+    return ops.indexer_topk(logits, row_lens, TOPK)
+
+
 def logits_changed_before_topk(q, weights, cache, table, qsl, lens):
     row_lens, _ = ops.flatten_decode(qsl, lens, q.shape[0])
     logits = ops.indexer_logits(q, weights, cache, table, qsl, lens, 12)
@@ -180,6 +241,10 @@ def logits_changed_in_place(q, weights, cache, table, qsl, lens):
         lens_written_between,
         lens_written_through_a_view,
         lens_written_before_the_row_lens,
+        row_lens_written_in_place,
+        row_lens_written_after_the_logits,
+        lens_computed_anew_after_a_write,
+        lens_written_through_out,
         logits_changed_before_topk,
         logits_changed_in_place,
     ],

@@ -258,6 +258,30 @@ def lens_written_between(state, x, qsl, seq_lens, indices, accepted):
     return update("ssm", state, x, indices, qsl, num_accepted_tokens=accepted)
 
 
+def starts_computed_anew_after_a_write(state, x, qsl, seq_lens, indices, accepted):
+    wide = qsl.long()
+    old = ops.has_initial_state(wide.int(), seq_lens)
+    wide.clamp_(max=4)
+    ops.reset_states_(state, indices[:, 0], old)
+    return update("ssm", state, x, indices, wide.int(), num_accepted_tokens=accepted)
+
+
+def indices_computed_anew_after_a_write(state, x, qsl, seq_lens, indices, accepted):
+    old = ops.has_initial_state(qsl, seq_lens)
+    wide = indices.long()
+    first = wide.int()[:, 0]
+    wide[0, 0] = 8
+    ops.reset_states_(state, first, old)
+    return update("ssm", state, x, wide.int(), qsl, num_accepted_tokens=accepted)
+
+
+def update_reads_the_state_beside(state, x, qsl, seq_lens, indices, accepted):
+    old = ops.has_initial_state(qsl, seq_lens)
+    beside = state.flatten(1)[:8, :8]
+    ops.reset_states_(state, indices[:, 0], old)
+    return update("ssm", state, beside, indices, qsl, num_accepted_tokens=accepted)
+
+
 def reset_after_the_update(state, x, qsl, seq_lens, indices, accepted):
     old = ops.has_initial_state(qsl, seq_lens)
     out = update("ssm", state, x, indices, qsl, num_accepted_tokens=accepted)
@@ -287,6 +311,9 @@ def reset_of_another_state(state, x, qsl, seq_lens, indices, accepted):
         indices_written_between,
         mask_written_between,
         lens_written_between,
+        starts_computed_anew_after_a_write,
+        indices_computed_anew_after_a_write,
+        update_reads_the_state_beside,
         reset_after_the_update,
         reset_of_another_state,
     ],
