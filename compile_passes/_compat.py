@@ -10,6 +10,7 @@ import torch._dynamo
 from torch import Tensor, fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx.experimental import _config
+from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 from torch.utils import _pytree as pytree
 
 # torch installs ``patch`` on its config modules when they are imported
@@ -19,13 +20,24 @@ _symbolic_config: Any = _config
 @contextlib.contextmanager
 def symbolic_batch(recompile_limit: int) -> Iterator[None]:
     """Trace with marked sizes symbolic even at 0 and 1, and each with a symbol of its own."""
+    config = torch._dynamo.config
     with (
         _symbolic_config.patch(backed_size_oblivious=True, use_duck_shape=False),
-        torch._dynamo.config.patch(
-            recompile_limit=max(recompile_limit, torch._dynamo.config.recompile_limit)
-        ),
+        config.patch(recompile_limit=max(recompile_limit, config.recompile_limit)),
     ):
-        yield
+        try:
+            yield
+        except ConstraintViolationError as error:
+            raise ValueError(
+                "the step fixes a size that was declared to grow with the batch, so one "
+                f"compilation cannot serve all: {error}"
+            ) from error
+
+
+def is_off() -> bool:
+    """``torch.compile`` runs eager code just now: Dynamo is off, or the caller is being traced."""
+    stance = torch._dynamo.eval_frame._stance.stance
+    return torch._dynamo.config.disable or stance == "force_eager" or torch.compiler.is_compiling()
 
 
 def mark_dynamic(tensor: Tensor, dim: int) -> None:
@@ -111,18 +123,17 @@ class _CacheKey(CustomGraphPass):
 
     def __init__(self, key: bytes, users: Any) -> None:
         self.key = key
-        self.users = users
+        # newer torch takes a list of passes too
+        self.users = users if isinstance(users, list | tuple) else [users] if users else []
 
     def __call__(self, graph: fx.Graph) -> None:
-        if self.users is not None:
-            self.users(graph)
+        for users in self.users:
+            users(graph)
 
     def uuid(self) -> Any:
-        if self.users is None:
-            return self.key
-        # without a uuid of its own the user's pass turns the caches off, with us as without us
-        users = self.users.uuid() if isinstance(self.users, CustomGraphPass) else None
-        return None if users is None else (self.key, users)
+        # without a uuid of its own a user's pass turns the caches off, with us as without us
+        users = [p.uuid() if isinstance(p, CustomGraphPass) else None for p in self.users]
+        return None if None in users else (self.key, *users)
 
 
 def compiled_callables(function: Any) -> tuple[list[Any], int]:

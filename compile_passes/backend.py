@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from . import PASSES, _compat
@@ -109,11 +110,11 @@ def _graph_sizes(graph: fx.Graph) -> GraphSizes:
     return GraphSizes(tuple(map(_sizes, placeholders)), tuple(map(_sizes, leaves)))
 
 
-def _sizes(node: Any) -> tuple[Any, ...] | None:
+def _sizes(node: Any) -> Any:
     value = _compat.example_value(node) if isinstance(node, fx.Node) else node
-    if not isinstance(value, Tensor):
-        return None
-    return tuple(map(_compat.size_expression, value.shape))
+    if isinstance(value, Tensor):
+        return tuple(map(_compat.size_expression, value.shape))
+    return _compat.size_expression(value) if isinstance(value, torch.SymInt) else None
 
 
 def _inputs_in(graph: fx.Graph, writes: Callable[[fx.Node], set[int]]) -> tuple[bool, ...]:

@@ -32,6 +32,7 @@ class Buffers:
         self._specs = specs
         self.tensors: dict[str, Tensor] = {}
         for name, value in like.items():
+            _check_pad(name, specs[name].pad, value.dtype)
             sizes = list(value.shape)
             sizes[specs[name].dim] = specs[name].length(requests, tokens)
             # outlives the call: an inference tensor could not be written outside of the mode
@@ -75,3 +76,12 @@ class Buffers:
             rest.fill_(0 if spec.pad == "last" else spec.pad)
         # what follows the last entry of one batch is not what follows that of another
         self._used[name] = self.tensors[name].shape[spec.dim] if spec.pad == "last" else count
+
+
+def _check_pad(name: str, pad: float | str, dtype: torch.dtype) -> None:
+    """An integer dtype cannot hold a NaN, an unsigned one no -1."""
+    if isinstance(pad, str) or dtype.is_floating_point:
+        return
+    low, high = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    if not (pad == pad // 1 and low <= pad <= high):
+        raise ValueError(f"inputs[{name!r}] must have a pad that {dtype} can hold, got {pad}")

@@ -22,6 +22,8 @@ from .stats import Stats
 _COPY_LIMIT_BYTES = 1 << 20
 # a caller that hands over new caches in every step gains nothing from graphs
 _RECAPTURE_LIMIT = 8
+# nor does one whose shapes hardly come twice
+_SHAPE_LIMIT = 128
 
 
 class Graph(Protocol):
@@ -43,7 +45,7 @@ class GraphDevice(Protocol):
         """Run once as the recording will: compiles kernels, creates handles, fills allocators."""
         ...
 
-    def capture(self, run: Callable[[], Any]) -> Graph:
+    def capture(self, run: Callable[[], Any], generators: Sequence[torch.Generator]) -> Graph:
         """Record ``run``, which is not to take effect before the first replay."""
         ...
 
@@ -79,8 +81,11 @@ class CudaDevice:
         with self._on_own_stream():
             run()
 
-    def capture(self, run: Callable[[], Any]) -> CudaGraph:
+    def capture(self, run: Callable[[], Any], generators: Sequence[torch.Generator]) -> CudaGraph:
         graph = torch.cuda.CUDAGraph()
+        for generator in generators:
+            if generator.device.type == "cuda":
+                graph.register_generator_state(generator)
         with (
             self._on_own_stream(),
             frozen_gc(),
@@ -93,9 +98,11 @@ class CudaDevice:
     def _on_own_stream(self) -> Iterator[None]:
         current = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            yield
-        current.wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            current.wait_stream(self._stream)
 
 
 _devices: dict[torch.device, CudaDevice] = {}
@@ -115,60 +122,66 @@ def device_of(values: Sequence[Any]) -> GraphDevice | None:
 def frozen_gc() -> Iterator[None]:
     """No garbage collection inside: freeing a kernel or a tensor would spoil the recording."""
     enabled = gc.isenabled()
+    # what a service froze itself is not ours to thaw
+    freezes = gc.get_freeze_count() == 0
     gc.collect()
-    gc.freeze()
+    if freezes:
+        gc.freeze()
     gc.disable()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if freezes:
+            gc.unfreeze()
         if enabled:
             gc.enable()
 
 
-def addresses(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """Where tensors lie."""
-    return tuple(tensor.data_ptr() for tensor in tensors)
-
-
 class GraphTable:
-    """Graphs by key, each over tensors at fixed addresses.
+    """Graphs by key, each recorded over tensors at one place.
 
-    ``obtain`` records what is missing or has moved. A key whose recording failed, or that moves
-    again and again, is given up with one warning, or with an error under ``strict``.
+    ``obtain`` records what is missing or has moved. A key whose recording failed, or that moves in
+    one call after the other, is given up with one warning, or with an error under ``strict``.
     """
 
     def __init__(self, device: GraphDevice, stats: Stats, options: Options) -> None:
         self.device = device
         self._stats = stats
         self._options = options
-        self._graphs: dict[Any, tuple[Graph, tuple[int, ...]]] = {}
+        self._graphs: dict[Any, tuple[Graph | None, Any]] = {}
         self._moves: dict[Any, int] = {}
         self._given_up: set[Any] = set()
 
-    def __contains__(self, key: Any) -> bool:
-        return key in self._graphs
+    def __len__(self) -> int:
+        return len(self._graphs)
 
     def obtain(
         self,
         key: Any,
         what: str,
-        in_use: Sequence[Tensor],
+        place: Any,
         run: Callable[[], Any],
+        *,
         before: Callable[[], None] | None = None,
+        generators: Sequence[torch.Generator] = (),
     ) -> Graph | None:
-        """The graph of ``key`` over ``in_use`` where they lie now; ``None`` when given up.
+        """The graph of ``key`` for tensors at ``place``; ``None`` when given up.
 
-        ``what`` names the key in messages.
-
-        With ``before``, which makes a run harmless, ``run`` is warmed up first.
+        Args:
+            key: what the graph is for
+            what: the same in words, for messages
+            place: changes when a tensor that the graph uses by address has moved
+            run: what to record
+            before: makes a run harmless; with it ``run`` is warmed up first
+            generators: random generators that the run draws from, besides the default one
         """
         if key in self._given_up:
             return None
-        at = addresses(in_use)
         if key in self._graphs:
             graph, recorded = self._graphs[key]
-            if recorded == at:
+            if recorded == place:
+                self._moves[key] = 0
+                assert graph is not None
                 return graph
             if self._options.debug:
                 raise RuntimeError(
@@ -178,19 +191,24 @@ class GraphTable:
             self._moves[key] = self._moves.get(key, 0) + 1
             self._stats.recaptures += 1
             if self._moves[key] > _RECAPTURE_LIMIT:
-                return self._give_up(
-                    key, what, "its caches lie at new addresses in every call", None
-                )
+                cause = f"its caches moved in {self._moves[key]} calls on end"
+                return self._give_up(key, what, cause, None)
         try:
             if before is not None:
                 before()
                 self.device.warm_up(run)
-            graph = self.device.capture(run)
+            graph = self.device.capture(run, generators)
         except Exception as error:
             return self._give_up(key, what, f"{type(error).__name__}: {error}", error)
         self._stats.captures += 1
-        self._graphs[key] = graph, at
+        self._graphs[key] = graph, place
         return graph
+
+    def release(self, keys: Callable[[Any], bool]) -> None:
+        """Let go of the memory of graphs that are to be recorded again."""
+        for key, (_, place) in self._graphs.items():
+            if keys(key):
+                self._graphs[key] = None, place
 
     def _give_up(self, key: Any, what: str, cause: str, error: Exception | None) -> None:
         message = f"no CUDA graph {what}, running the compiled code: {cause}"
@@ -228,43 +246,63 @@ class GraphedCallable:
         key = tuple(
             (arg.shape, arg.stride(), arg.dtype) if isinstance(arg, Tensor) else arg for arg in args
         )
-        if key not in self._seen or self._table.device.is_capturing():
-            self._seen.add(key)
-            self._stats.eager_calls += 1
-            return self._run(*args)
-        if key not in self._buffers:
-            self._buffers[key] = [
-                arg.clone() if self._is_copied(position, arg) else None
-                for position, arg in enumerate(args)
-            ]
-        buffers = self._buffers[key]
-        in_use = []
-        static = list(args)
-        for position, (buffer, arg) in enumerate(zip(buffers, args, strict=True)):
-            if buffer is not None:
-                static[position] = buffer
-            elif isinstance(arg, Tensor):
-                in_use.append(arg)
-        shapes = [list(arg.shape) for arg in args if isinstance(arg, Tensor)]
-        what = f"for inputs of shapes {shapes}"
-        graph = self._table.obtain(key, what, in_use, lambda: self._run(*static))
+        graph = self._graph(key, args)
         if graph is None:
             self._stats.eager_calls += 1
             return self._run(*args)
-        for buffer, arg in zip(buffers, args, strict=True):
+        for buffer, arg in zip(self._buffers[key], args, strict=True):
             if buffer is not None and buffer.data_ptr() != arg.data_ptr():
                 buffer.copy_(arg, non_blocking=True)
         outputs = graph.replay()
         self._stats.replays += 1
         return clone(outputs) if self._options.clone_outputs else outputs
 
-    def _is_copied(self, position: int, arg: Any) -> bool:
-        return (
-            isinstance(arg, Tensor)
-            and not self._in_place[position]
-            and not isinstance(arg, torch.nn.Parameter)
-            and arg.numel() * arg.element_size() <= _COPY_LIMIT_BYTES
+    def _graph(self, key: Any, args: Sequence[Any]) -> Graph | None:
+        if self._table.device.is_capturing():
+            return None
+        if key not in self._seen:
+            self._admit(key)
+            return None
+        if key not in self._buffers:
+            if len(self._buffers) >= _SHAPE_LIMIT:
+                return None
+            self._buffers[key] = [self._buffer(place, arg) for place, arg in enumerate(args)]
+        buffers = self._buffers[key]
+        given = [
+            arg if buffer is None else buffer for buffer, arg in zip(buffers, args, strict=True)
+        ]
+        place = tuple(
+            arg.data_ptr()
+            for buffer, arg in zip(buffers, args, strict=True)
+            if buffer is None and isinstance(arg, Tensor)
         )
+        shapes = [list(arg.shape) for arg in args if isinstance(arg, Tensor)]
+        what = f"for inputs of shapes {shapes}"
+        return self._table.obtain(key, what, place, lambda: self._run(*given))
+
+    def _admit(self, key: Any) -> None:
+        """Remember a combination, unless they are so many that graphs cannot be the way."""
+        if len(self._seen) < 2 * _SHAPE_LIMIT:
+            self._seen.add(key)
+            return
+        message = (
+            f"no more CUDA graphs: inputs came in over {len(self._seen)} combinations of shapes"
+        )
+        if message not in self._stats.fallbacks:
+            self._stats.fallbacks.append(message)
+            warnings.warn(message, RuntimeWarning, stacklevel=4)
+
+    def _buffer(self, position: int, arg: Any) -> Tensor | None:
+        """A place of the graph's own for an input that is copied, of its very strides."""
+        if (
+            not isinstance(arg, Tensor)
+            or self._in_place[position]
+            or isinstance(arg, torch.nn.Parameter)
+            or arg.numel() * arg.element_size() > _COPY_LIMIT_BYTES
+        ):
+            return None
+        buffer = torch.empty_strided(arg.shape, arg.stride(), dtype=arg.dtype, device=arg.device)
+        return buffer.copy_(arg)
 
 
 def clone(outputs: Any) -> Any:

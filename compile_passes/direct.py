@@ -2,7 +2,8 @@
 
 Once a step ran over buffers of its own and caches at known places, Dynamo's guards would look at
 the same things each time again. A ``DirectCall`` remembers what the graph was given and how the
-step's outputs were made of its results, and calls the compiled code with it.
+step's outputs were made of its results, and calls the compiled code with it. It holds as long as
+the caches lie where they lay.
 """
 
 import dataclasses
@@ -20,7 +21,6 @@ class DirectCall:
 
     run: Callable[..., Any]
     given: Sequence[Any]
-    static: Sequence[Tensor]
     made_of: tuple[int | None, ...]
     outputs: Any
 
@@ -30,7 +30,6 @@ class DirectCall:
         run: Callable[..., Any],
         given: Sequence[Any],
         results: Sequence[Any],
-        static: Sequence[Tensor],
         outputs: Any,
     ) -> "DirectCall | None":
         """From one call through Dynamo; ``None`` if an output was made outside of the graph.
@@ -38,22 +37,17 @@ class DirectCall:
         Args:
             run: the compiled code
             given, results: what it got and gave
-            static: the caches and states among what it got
             outputs: what the step returned
         """
         places = {id(result): place for place, result in enumerate(results)}
-        kept = {id(tensor) for tensor in (*given, *static) if isinstance(tensor, Tensor)}
+        kept = {id(tensor) for tensor in given if isinstance(tensor, Tensor)}
         made_of = []
         for leaf in _compat.tree_leaves(outputs):
             place = places.get(id(leaf)) if isinstance(leaf, Tensor) else None
             if isinstance(leaf, Tensor) and place is None and id(leaf) not in kept:
                 return None
             made_of.append(place)
-        return cls(run, given, static, tuple(made_of), outputs)
-
-    def serves(self, static: Sequence[Tensor]) -> bool:
-        """The caches and states lie where they lay."""
-        return len(static) == len(self.static) and all(map(_same_place, static, self.static))
+        return cls(run, given, tuple(made_of), outputs)
 
     def __call__(self) -> Any:
         results = self.run(*self.given)
@@ -62,12 +56,3 @@ class DirectCall:
             if place is not None:
                 leaves[position] = results[place]
         return _compat.tree_unflatten(leaves, structure)
-
-
-def _same_place(a: Tensor, b: Tensor) -> bool:
-    return a is b or (
-        a.data_ptr() == b.data_ptr()
-        and a.shape == b.shape
-        and a.stride() == b.stride()
-        and a.dtype == b.dtype
-    )

@@ -27,9 +27,10 @@ class PassManager:
         return counts
 
     def uuid(self) -> bytes:
-        """Changes with the source of any module beside the passes, their choice, and torch."""
+        """Changes with the source of any pass, helper or op, the choice of passes, and torch."""
         digest = hashlib.sha256()
-        for path in sorted(Path(__file__).parent.glob("*.py")):
+        here = Path(__file__).parent
+        for path in (*sorted(here.glob("*.py")), *sorted((here.parent / "ops").glob("*.py"))):
             digest.update(path.read_bytes())
         names = [graph_pass.__name__ for graph_pass in self.passes]
         digest.update(json.dumps([names, torch.__version__]).encode())

@@ -3,7 +3,7 @@
 import dataclasses
 import difflib
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -75,6 +75,14 @@ def check_specs(
     return specs
 
 
+@dataclasses.dataclass
+class Contents:
+    """What lies in the arguments that do not grow: a graph uses it where it lies."""
+
+    tensors: list[Tensor] = dataclasses.field(default_factory=list)
+    generators: list[torch.Generator] = dataclasses.field(default_factory=list)
+
+
 @dataclasses.dataclass(frozen=True)
 class Batch:
     """The arguments of one call, sorted by what they are to the batch.
@@ -82,14 +90,14 @@ class Batch:
     Attributes:
         bound: the arguments as they came
         batched: those that grow, by name
-        static: those that do not
+        contents: tensors and generators in those that do not
         requests, tokens: the size of the batch
         kind: equal for calls that one compilation can serve
     """
 
     bound: inspect.BoundArguments
     batched: dict[str, Tensor]
-    static: dict[str, Any]
+    contents: Contents
     requests: int
     tokens: int
     kind: Any
@@ -105,14 +113,12 @@ class Batch:
         """
         bound.apply_defaults()
         batched: dict[str, Tensor] = {}
-        static: dict[str, Any] = {}
-        kind: list[Any] = [torch.is_inference_mode_enabled()]
+        contents = Contents()
+        kind: list[Any] = [torch.is_inference_mode_enabled(), _autocast()]
         counts: dict[str, tuple[int, str]] = {}
         for name, value in bound.arguments.items():
             spec = specs.get(name)
-            if isinstance(spec, Static):
-                static[name] = value
-            elif isinstance(spec, Batched) and value is not None:
+            if isinstance(spec, Batched) and value is not None:
                 if not isinstance(value, Tensor):
                     raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
                 batched[name] = value
@@ -120,7 +126,13 @@ class Batch:
                 others = tuple(n for axis, n in enumerate(value.shape) if axis != spec.dim)
                 kind.append((name, others, value.dtype, value.device))
             else:
-                kind.append((name, _constant(name, value)))
+                before = len(contents.tensors)
+                kind.append((name, survey(value, contents)))
+                if spec is None and len(contents.tensors) > before:
+                    raise ValueError(
+                        f"inputs must declare {name!r}, which holds tensors, as Batched(dim, pad) "
+                        "or Static"
+                    )
         if not counts:
             raise ValueError(f"no batched argument was given, expected {', '.join(specs)}")
         if "token" not in counts:
@@ -128,12 +140,19 @@ class Batch:
         if "request" not in counts:
             counts["request"] = (-(-counts["token"][0] // next_n), counts["token"][1])
         requests, tokens = counts["request"][0], counts["token"][0]
-        return cls(bound, batched, static, requests, tokens, tuple(kind))
+        return cls(bound, batched, contents, requests, tokens, tuple(kind))
 
     def with_inputs(self, inputs: Mapping[str, Tensor]) -> inspect.BoundArguments:
         """The arguments with the batched ones replaced."""
         arguments = {name: inputs.get(name, value) for name, value in self.bound.arguments.items()}
         return inspect.BoundArguments(self.bound.signature, arguments)  # pyright: ignore[reportArgumentType]
+
+
+def _autocast() -> tuple[Any, ...]:
+    return tuple(
+        torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        for device in ("cpu", "cuda")
+    )
 
 
 def _count(name: str, value: Tensor, spec: Batched, counts: dict[str, tuple[int, str]]) -> None:
@@ -152,38 +171,50 @@ def _count(name: str, value: Tensor, spec: Batched, counts: dict[str, tuple[int,
         )
 
 
-def _constant(name: str, value: Any) -> Any:
-    if any(True for _ in tensors_in(value)):
-        raise ValueError(
-            f"inputs must declare {name!r}, which holds tensors, as Batched(dim, pad) or Static"
-        )
+def survey(value: Any, contents: Contents, _inside: tuple[int, ...] = ()) -> Any:
+    """The structure and the constants of a value, hashable; what lies in it goes to ``contents``.
+
+    Containers, modules and plain objects are looked into, attribute by attribute. Two values of
+    one structure differ in their tensors alone.
+    """
+    if isinstance(value, Tensor):
+        contents.tensors.append(value)
+        return Tensor
+    if value is None or isinstance(value, bool | int | str | bytes):
+        # 1, 1.0 and True are equal, and three constants
+        return (type(value), value)
+    if isinstance(value, float):
+        return (float, value.hex())
+    if isinstance(value, torch.Generator):
+        contents.generators.append(value)
+        return value
+    if id(value) in _inside:
+        return "itself"
+    inside = (*_inside, id(value))
+    if isinstance(value, Mapping):
+        items = [(key, survey(item, contents, inside)) for key, item in value.items()]
+        return (type(value), *items)
+    if isinstance(value, list | tuple | set | frozenset):
+        return (type(value), *(survey(item, contents, inside) for item in value))
+    attributes = _attributes(value)
+    if attributes:
+        return (type(value), *((k, survey(v, contents, inside)) for k, v in attributes.items()))
     try:
         hash(value)
     except TypeError:
         raise TypeError(
-            f"{name} must be hashable, being a constant of the compiled step, got {value!r}"
+            f"arguments must hold tensors, containers and plain objects, got {value!r}"
         ) from None
     return value
 
 
-def tensors_in(value: Any, _seen: set[int] | None = None) -> Iterator[Tensor]:
-    """The tensors in containers, modules and plain objects, each once."""
-    if value is None or isinstance(value, bool | int | float | str | bytes | torch.dtype):
-        return
-    seen = set() if _seen is None else _seen
-    if id(value) in seen:
-        return
-    seen.add(id(value))
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, torch.nn.Module):
-        yield from value.parameters()
-        yield from value.buffers()
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item, seen)
-    elif isinstance(value, list | tuple | set | frozenset):
-        for item in value:
-            yield from tensors_in(item, seen)
-    elif hasattr(value, "__dict__") and not isinstance(value, type):
-        yield from tensors_in(vars(value), seen)
+def _attributes(value: Any) -> dict[str, Any]:
+    if isinstance(value, type) or (callable(value) and not isinstance(value, torch.nn.Module)):
+        return {}
+    found = dict(getattr(value, "__dict__", {}))
+    for cls in type(value).__mro__:
+        slots = cls.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if hasattr(value, name):
+                found[name] = getattr(value, name)
+    return found

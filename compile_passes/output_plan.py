@@ -5,38 +5,60 @@ that were declared to grow. Nothing is guessed from numbers that happen to be eq
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import sympy
 import torch
 from torch import Tensor
 
 from . import _compat
-from .inputs import Batched, Static
+from .inputs import Batched
 
-_REQUESTS, _TOKENS = sympy.symbols("requests tokens", integer=True)
-_UNITS = {"request": _REQUESTS, "token": _TOKENS}
-
-# a dimension, and its size as a function of the numbers of requests and tokens
-_Cut = tuple[int, Callable[[int, int], int]]
+_UNITS = dict(
+    zip(("request", "token"), sympy.symbols("requests tokens", integer=True), strict=True)
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class GraphSizes:
-    """Sizes of a graph's inputs and outputs, ints or expressions; ``None`` for no tensor."""
+    """Sizes of a graph's inputs and outputs, ints or expressions.
 
-    inputs: tuple[tuple[Any, ...] | None, ...]
-    outputs: tuple[tuple[Any, ...] | None, ...]
+    A tensor has a tuple of them, a number that is a size stands alone, anything else has ``None``.
+    """
+
+    inputs: tuple[Any, ...]
+    outputs: tuple[Any, ...]
+
+
+class _Cut(NamedTuple):
+    """A dimension that holds ``(requests or tokens + more) // per`` real entries, in front."""
+
+    dim: int
+    unit: str
+    more: int
+    per: int
+
+    def length(self, requests: int, tokens: int) -> int:
+        count = requests if self.unit == "request" else tokens
+        return max(0, (count + self.more) // self.per)
 
 
 @dataclasses.dataclass(frozen=True)
 class OutputPlan:
-    """Per leaf of a step's outputs, the dimensions to cut."""
+    """Per leaf of a step's outputs, the dimensions to cut.
+
+    Attributes:
+        cuts: the cuts of each leaf
+        copied: whether the leaf lies in a buffer of padded inputs, which the next call overwrites
+        empty_like: leaves without content, with the device of each
+        structure: how the leaves are nested
+    """
 
     cuts: tuple[tuple[_Cut, ...], ...]
     copied: tuple[bool, ...]
-    padded: Any
+    empty_like: tuple[tuple[Any, Any], ...]
+    structure: Any
 
     @classmethod
     def learn(
@@ -45,7 +67,7 @@ class OutputPlan:
         inputs: Sequence[Any],
         results: Sequence[Any],
         buffers: Mapping[str, Tensor],
-        specs: Mapping[str, Batched | Static],
+        specs: Mapping[str, Batched],
         outputs: Any,
     ) -> "OutputPlan":
         """Read the plan off one call of a symbolic graph.
@@ -54,60 +76,142 @@ class OutputPlan:
             sizes: expressions of the sizes of the graph's inputs and results
             inputs, results: what the graph got and gave in that call
             buffers: the buffers among the inputs, by the name of the step's argument
-            specs: how each argument was declared
+            specs: how each of these was declared
             outputs: what the step returned in that call
+
+        Raises:
+            TypeError: an output is neither a tensor nor a constant
+            ValueError: the real rows of an output are not known to stand in front
         """
-        names = {id(buffer): name for name, buffer in buffers.items()}
-        symbols: dict[sympy.Symbol, sympy.Expr] = {}
-        known: dict[int, tuple[Any, ...]] = {}
-        for value, expressions in zip(inputs, sizes.inputs, strict=True):
-            name = names.get(id(value))
-            if name is None or expressions is None:
-                continue
-            known[id(value)] = expressions
-            spec = specs[name]
-            assert isinstance(spec, Batched)
-            length = sympy.sympify(expressions[spec.dim])
-            if len(length.free_symbols) == 1:
-                (symbol,) = length.free_symbols
-                counted = _UNITS[spec.per] + spec.extra
-                symbols[symbol] = sympy.solve(length - counted, symbol)[0]
-        for value, expressions in zip(results, sizes.outputs, strict=True):
-            if expressions is not None:
-                known.setdefault(id(value), expressions)
-        leaves = _compat.tree_leaves(outputs)
+        units = _units(sizes, inputs, buffers, specs)
+        known = {
+            id(value): expressions
+            for value, expressions in zip(
+                (*results, *inputs), (*sizes.outputs, *sizes.inputs), strict=True
+            )
+            if isinstance(value, Tensor)
+        }
+        leaves, structure = _compat.tree_flatten(outputs)
+        symbolic_numbers = any(isinstance(size, sympy.Expr) for size in sizes.outputs)
+        for place, leaf in enumerate(leaves):
+            _check_leaf(place, leaf, symbolic_numbers)
+        storages = {_compat.storage_key(buffer) for buffer in buffers.values()}
         return cls(
-            cuts=tuple(_cuts(known.get(id(leaf), ()), symbols) for leaf in leaves),
-            copied=tuple(id(leaf) in names for leaf in leaves),
-            padded=outputs,
+            cuts=tuple(
+                _cuts(place, known.get(id(leaf), ()), units) for place, leaf in enumerate(leaves)
+            ),
+            copied=tuple(
+                isinstance(leaf, Tensor) and _compat.storage_key(leaf) in storages
+                for leaf in leaves
+            ),
+            empty_like=tuple(
+                (torch.empty_like(leaf, device="meta"), leaf.device)
+                if isinstance(leaf, Tensor)
+                else (leaf, None)
+                for leaf in leaves
+            ),
+            structure=structure,
         )
 
     def cut(self, outputs: Any, requests: int, tokens: int) -> Any:
         """Outputs of a padded batch, cut to the real one."""
         leaves, structure = _compat.tree_flatten(outputs)
-        for position, cuts in enumerate(self.cuts):
-            for dim, size in cuts:
-                length = size(requests, tokens)
-                if leaves[position].shape[dim] != length:
-                    leaves[position] = leaves[position].narrow(dim, 0, length)
-            if self.copied[position]:
-                leaves[position] = leaves[position].clone()
+        for place, cuts in enumerate(self.cuts):
+            for cut in cuts:
+                length = cut.length(requests, tokens)
+                if leaves[place].shape[cut.dim] != length:
+                    leaves[place] = leaves[place].narrow(cut.dim, 0, length)
+            if self.copied[place]:
+                leaves[place] = leaves[place].clone()
         return _compat.tree_unflatten(leaves, structure)
 
     def empty(self) -> Any | None:
         """Outputs of a batch of nothing; ``None`` if some output does not follow the batch."""
         if not all(self.cuts):
             return None
-        return _compat.tree_map(torch.clone, self.cut(self.padded, 0, 0))
+        leaves = []
+        for (like, device), cuts in zip(self.empty_like, self.cuts, strict=True):
+            sizes = list(like.shape)
+            for cut in cuts:
+                sizes[cut.dim] = cut.length(0, 0)
+            leaves.append(torch.zeros(sizes, dtype=like.dtype, device=device))
+        return _compat.tree_unflatten(leaves, self.structure)
 
 
-def _cuts(sizes: tuple[Any, ...], symbols: Mapping[sympy.Symbol, sympy.Expr]) -> tuple[_Cut, ...]:
+def check_outputs(
+    sizes: GraphSizes,
+    inputs: Sequence[Any],
+    buffers: Mapping[str, Tensor],
+    specs: Mapping[str, Batched],
+) -> None:
+    """The sizes of a graph's outputs can be cut; known before it runs.
+
+    Raises:
+        ValueError: the real rows of an output are not known to stand in front
+    """
+    units = _units(sizes, inputs, buffers, specs)
+    for place, expressions in enumerate(sizes.outputs):
+        if isinstance(expressions, tuple):
+            _cuts(place, expressions, units)
+
+
+def _units(
+    sizes: GraphSizes,
+    inputs: Sequence[Any],
+    buffers: Mapping[str, Tensor],
+    specs: Mapping[str, Batched],
+) -> dict[Any, sympy.Expr]:
+    """The graph's symbols in requests and tokens, by the inputs that were declared to grow."""
+    names = {id(buffer): name for name, buffer in buffers.items()}
+    units: dict[Any, sympy.Expr] = {}
+    for value, expressions in zip(inputs, sizes.inputs, strict=True):
+        name = names.get(id(value))
+        if name is not None:
+            spec = specs[name]
+            length = sympy.sympify(expressions[spec.dim])
+            if len(length.free_symbols) == 1:
+                (symbol,) = length.free_symbols
+                units[symbol] = sympy.solve(length - _UNITS[spec.per] - spec.extra, symbol)[0]
+    return units
+
+
+def _check_leaf(place: int, leaf: Any, symbolic_numbers: bool) -> None:
+    if not isinstance(leaf, Tensor | bool | int | float | complex | str | None):
+        raise TypeError(
+            f"outputs must be tensors and constants in lists, tuples and dicts, got "
+            f"{type(leaf).__name__} as output {place}"
+        )
+    if symbolic_numbers and isinstance(leaf, int) and not isinstance(leaf, bool):
+        raise ValueError(
+            f"outputs must not be sizes of the batch, got the number {leaf} as output {place}: it "
+            "counts padding; take it from the inputs"
+        )
+
+
+def _cuts(place: int, sizes: Sequence[Any], units: Mapping[Any, sympy.Expr]) -> tuple[_Cut, ...]:
     cuts = []
     for dim, size in enumerate(sizes):
-        if isinstance(size, int):
-            continue
-        size = sympy.sympify(size)
-        if size.free_symbols and size.free_symbols <= symbols.keys():
-            follows = sympy.lambdify((_REQUESTS, _TOKENS), size.subs(symbols), modules="math")
-            cuts.append((dim, follows))
+        expression = sympy.sympify(size)
+        if expression.free_symbols & units.keys():
+            cut = _cut(dim, expression, units)
+            if cut is None:
+                raise ValueError(
+                    f"outputs must have their real rows in front, got size {expression} in "
+                    f"dimension {dim} of output {place}, which is not the number of requests or "
+                    "tokens plus a constant: return it with the batch in a dimension of its own"
+                )
+            cuts.append(cut)
     return tuple(cuts)
+
+
+def _cut(dim: int, size: sympy.Expr, units: Mapping[Any, sympy.Expr]) -> _Cut | None:
+    length: Any = size
+    per: Any = sympy.Integer(1)
+    if size.func.__name__ == "FloorDiv":
+        length, per = size.args
+    length = length.xreplace(dict(units))
+    for unit, symbol in _UNITS.items():
+        more = sympy.expand(length - symbol)
+        if more.is_Integer and per.is_Integer:
+            return _Cut(dim, unit, int(more), int(per))
+    return None

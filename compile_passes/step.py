@@ -6,35 +6,55 @@ CUDA graph over its buffers.
 """
 
 import bisect
+import dataclasses
 import inspect
+import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from . import _compat
 from .backend import Artifact, build
 from .buffers import Buffers
 from .capture import Graph, GraphTable, clone, device_of
 from .direct import DirectCall
-from .inputs import Batch, Batched, Static, check_specs, tensors_in
+from .inputs import Batch, Batched, Static, check_specs
 from .options import Options
-from .output_plan import OutputPlan
+from .output_plan import OutputPlan, check_outputs
 from .stats import Stats
 
 
 class _Shape(NamedTuple):
-    """What a batch is padded to, and the code that serves it."""
+    """What a batch is padded to, and the code that serves it; exact is symbolic, and not kept."""
 
     requests: int
     tokens: int
-    static: bool = False
+    code: Literal["symbolic", "static", "exact"] = "symbolic"
 
 
 def _symbolic(requests: int, tokens: int) -> _Shape:
     """Two at least: lowering takes for granted that a symbolic size is not one."""
     return _Shape(max(requests, 2), max(tokens, 2))
+
+
+@dataclasses.dataclass(eq=False)
+class _Kind:
+    """What calls of one kind share: all but the sizes of the batch and where the caches lie.
+
+    Attributes:
+        tensors: caches and states of the last call
+        moves: how often they have moved
+        plan: how outputs follow the batch
+        buffers, direct: inputs and calls of each shape
+    """
+
+    tensors: list[Tensor]
+    moves: int = 0
+    plan: OutputPlan | None = None
+    buffers: dict[_Shape, Buffers] = dataclasses.field(default_factory=dict)
+    direct: dict[_Shape, DirectCall] = dataclasses.field(default_factory=dict)
 
 
 # a graph, what it was given and what it gave
@@ -79,7 +99,8 @@ class CompiledStep:
     ) -> None:
         if not callable(fn):
             raise TypeError(f"fn must be callable, got {fn!r}")
-        self._signature = inspect.signature(fn)
+        self._fn = fn
+        self._signature = inspect.signature(fn.forward if isinstance(fn, nn.Module) else fn)
         self._specs = check_specs(inputs, self._signature)
         self._batched = {k: v for k, v in self._specs.items() if isinstance(v, Batched)}
         self._options = options
@@ -90,38 +111,28 @@ class CompiledStep:
         )
         self._artifacts: list[Artifact] = []
         self._planned: set[Any] = set()
-        self._observed: list[_Observation] | None = None
-        self._direct: dict[Any, DirectCall] = {}
-        self._plans: dict[Any, OutputPlan] = {}
-        self._buffers: dict[Any, Buffers] = {}
+        self._observing: Mapping[str, Tensor] | None = None
+        self._observed: list[_Observation] = []
+        self._kinds: dict[Any, _Kind] = {}
         self._graphs: GraphTable | None = None
         self._stats = Stats()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step on a batch of any size."""
         with torch.no_grad():
-            batch = self._read(args, kwargs)
-            plan = self._plan(batch)
+            if _compat.is_off():
+                return self._fn(*args, **kwargs)
+            batch, kind = self._read(args, kwargs)
             if batch.requests == batch.tokens == 0:
-                empty = plan.empty()
+                empty = self._plan(batch, kind).empty()
                 if empty is not None:
                     return empty
             size = self._size_of(batch)
-            shape = self._shape_of(size) if size else _symbolic(batch.requests, batch.tokens)
             self._stats.calls[size] += 1
-            self._stats.tokens += batch.tokens
-            self._stats.padded_tokens += shape.tokens - batch.tokens
-            graph = self._graph(batch, shape) if size else None
-            self._buffers_of(batch, shape).fill(batch.batched)
-            if graph is None:
-                self._stats.eager_calls += 1
-                outputs = self._run(batch, shape)
-            else:
-                self._stats.replays += 1
-                outputs = graph.replay()
-            outputs = plan.cut(outputs, batch.requests, batch.tokens)
             if size is None:
-                self._forget(batch, shape)
+                outputs = self._run_exact(batch, kind)
+            else:
+                outputs = self._run_padded(batch, kind, self._shape_of(size))
             return _compat.tree_map(clone, outputs) if self._options.clone_outputs else outputs
 
     def warm_up(self, *args: Any, **kwargs: Any) -> None:
@@ -132,13 +143,13 @@ class CompiledStep:
                 values are not used, caches and states keep theirs: only padding runs
         """
         with torch.no_grad():
-            batch = self._read(args, kwargs)
-            self._plan(batch)
+            batch, kind = self._read(args, kwargs)
+            self._plan(batch, kind)
             for size in reversed(self._options.sizes):
                 shape = self._shape_of(size)
-                if self._graph(batch, shape) is None:
-                    self._buffers_of(batch, shape).blank()
-                    self._run(batch, shape)
+                if self._graph(batch, kind, shape) is None:
+                    self._buffers_of(batch, kind, shape).blank()
+                    self._run(batch, kind, shape)
 
     def stats(self) -> Stats:
         """Counts so far, all compilations together."""
@@ -149,9 +160,18 @@ class CompiledStep:
         total.recompiles = len(self._artifacts) - len(self._planned)
         return total
 
-    def _read(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Batch:
+    def _read(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Batch, _Kind]:
         bound = self._signature.bind(*args, **kwargs)
-        return Batch.read(bound, self._specs, self._options.next_n)
+        batch = Batch.read(bound, self._specs, self._options.next_n)
+        kind = self._kinds.get(batch.kind)
+        if kind is None:
+            kind = self._kinds[batch.kind] = _Kind(batch.contents.tensors)
+        elif not _same_places(kind.tensors, batch.contents.tensors):
+            kind.tensors, kind.moves = batch.contents.tensors, kind.moves + 1
+            kind.direct.clear()
+            if self._graphs is not None:
+                self._graphs.release(lambda key: key[0] is kind)
+        return batch, kind
 
     def _size_of(self, batch: Batch) -> int | None:
         """The capture size that holds the batch; ``None`` above the largest."""
@@ -162,84 +182,119 @@ class CompiledStep:
     def _shape_of(self, size: int) -> _Shape:
         tokens = size * self._options.next_n
         if size in self._options.specialize:
-            return _Shape(size, tokens, static=True)
+            return _Shape(size, tokens, "static")
         return _symbolic(size, tokens)
 
-    def _plan(self, batch: Batch) -> OutputPlan:
-        """How outputs follow the batch, learnt as symbolic code runs on a batch of padding."""
-        if batch.kind not in self._plans:
+    def _run_padded(self, batch: Batch, kind: _Kind, shape: _Shape) -> Any:
+        self._stats.tokens += batch.tokens
+        self._stats.padded_tokens += shape.tokens - batch.tokens
+        graph = self._graph(batch, kind, shape)
+        if graph is None and kind.plan is None and shape.code == "symbolic":
+            # the first batch itself shows how outputs follow it
+            self._stats.eager_calls += 1
+            self._buffers_of(batch, kind, shape).fill(batch.batched)
+            outputs = self._learn(batch, kind, shape)
+            return self._plan(batch, kind).cut(outputs, batch.requests, batch.tokens)
+        plan = self._plan(batch, kind)
+        self._buffers_of(batch, kind, shape).fill(batch.batched)
+        if graph is None:
+            self._stats.eager_calls += 1
+            outputs = self._run(batch, kind, shape)
+        else:
+            self._stats.replays += 1
+            outputs = graph.replay()
+        return plan.cut(outputs, batch.requests, batch.tokens)
+
+    def _run_exact(self, batch: Batch, kind: _Kind) -> Any:
+        """Run a batch above the largest size, without graph; such sizes are many and not kept."""
+        shape = _symbolic(batch.requests, batch.tokens)._replace(code="exact")
+        try:
+            return self._run_padded(batch, kind, shape)
+        finally:
+            kind.buffers.pop(shape, None)
+            kind.direct.pop(shape, None)
+
+    def _plan(self, batch: Batch, kind: _Kind) -> OutputPlan:
+        """How outputs follow the batch; learnt from a run of padding if need be."""
+        if kind.plan is None:
             size = self._options.sizes[0]
             shape = _symbolic(size, size * self._options.next_n)
-            self._buffers_of(batch, shape).blank()
-            outputs, (artifact, given, results) = self._run_observed(batch, shape)
-            buffers = self._buffers_of(batch, shape).tensors
-            _refuse_written(artifact, given, buffers)
-            self._plans[batch.kind] = OutputPlan.learn(
-                artifact.sizes, given, results, buffers, self._specs, outputs
-            )
-        return self._plans[batch.kind]
+            self._buffers_of(batch, kind, shape).blank()
+            self._learn(batch, kind, shape)
+        assert kind.plan is not None
+        return kind.plan
 
-    def _graph(self, batch: Batch, shape: _Shape) -> Graph | None:
+    def _learn(self, batch: Batch, kind: _Kind, shape: _Shape) -> Any:
+        """Run symbolic code over the buffers of a shape and read the plan off it."""
+        outputs, (artifact, given, results) = self._run_observed(batch, kind, shape)
+        buffers = self._buffers_of(batch, kind, shape).tensors
+        kind.plan = OutputPlan.learn(
+            artifact.sizes, given, results, buffers, self._batched, outputs
+        )
+        return outputs
+
+    def _graph(self, batch: Batch, kind: _Kind, shape: _Shape) -> Graph | None:
         """The CUDA graph of a shape over the caches where they lie; ``None`` if there is none."""
         device = device_of(list(batch.batched.values()))
-        if device is None or self._options.cudagraph == "off" or device.is_capturing():
+        if (
+            device is None
+            or self._options.cudagraph == "off"
+            or shape.code == "exact"
+            or device.is_capturing()
+        ):
             return None
+        # recording runs the step: whatever is wrong with it is better said before
+        self._plan(batch, kind)
         if self._graphs is None:
             self._graphs = GraphTable(device, self._stats, self._options)
         return self._graphs.obtain(
-            (shape, batch.kind),
+            (kind, shape),
             f"for {shape.requests} requests of {shape.tokens} tokens",
-            list(tensors_in(batch.static)),
-            lambda: self._run(batch, shape),
+            kind.moves,
+            lambda: self._run(batch, kind, shape),
             # warm-up and recording run on padding: no cache or state may move on
-            before=self._buffers_of(batch, shape).blank,
+            before=self._buffers_of(batch, kind, shape).blank,
+            generators=batch.contents.generators,
         )
 
-    def _buffers_of(self, batch: Batch, shape: _Shape) -> Buffers:
-        key = (shape, batch.kind)
-        if key not in self._buffers:
-            self._buffers[key] = Buffers(
+    def _buffers_of(self, batch: Batch, kind: _Kind, shape: _Shape) -> Buffers:
+        if shape not in kind.buffers:
+            kind.buffers[shape] = Buffers(
                 batch.batched,
                 self._batched,
                 shape.requests,
                 shape.tokens,
-                symbolic=not shape.static,
+                symbolic=shape.code != "static",
             )
-        return self._buffers[key]
+        return kind.buffers[shape]
 
-    def _forget(self, batch: Batch, shape: _Shape) -> None:
-        """Sizes above the largest are many: their buffers do not stay."""
-        self._buffers.pop((shape, batch.kind), None)
-        self._direct.pop((shape, batch.kind), None)
-
-    def _run(self, batch: Batch, shape: _Shape) -> Any:
+    def _run(self, batch: Batch, kind: _Kind, shape: _Shape) -> Any:
         """Run compiled code over the buffers of a shape, past Dynamo once it has run there."""
-        key = (shape, batch.kind)
-        static = list(tensors_in(batch.static))
-        direct = self._direct.get(key)
-        if direct is not None and direct.serves(static):
-            return direct()
-        outputs, (artifact, given, results) = self._run_observed(batch, shape)
-        direct = DirectCall.learn(artifact.run, given, results, static, outputs)
-        self._direct.pop(key, None)
+        direct = kind.direct.get(shape)
         if direct is not None:
-            self._direct[key] = direct
+            return direct()
+        outputs, (artifact, given, results) = self._run_observed(batch, kind, shape)
+        direct = DirectCall.learn(artifact.run, given, results, outputs)
+        if direct is not None:
+            kind.direct[shape] = direct
         return outputs
 
-    def _run_observed(self, batch: Batch, shape: _Shape) -> tuple[Any, _Observation]:
+    def _run_observed(self, batch: Batch, kind: _Kind, shape: _Shape) -> tuple[Any, _Observation]:
         """Run through Dynamo; also what the graph was given and what it gave."""
-        compiled = self._static if shape.static else self._symbolic
-        bound = batch.with_inputs(self._buffers_of(batch, shape).tensors)
-        self._observed = []
+        buffers = self._buffers_of(batch, kind, shape).tensors
+        compiled = self._static if shape.code == "static" else self._symbolic
+        key = (kind, shape if shape.code == "static" else None)
+        self._observing = buffers
         try:
-            outputs = self._call(compiled, bound, (batch.kind, shape if shape.static else None))
+            outputs = self._call(compiled, batch.with_inputs(buffers), key)
             return outputs, self._observed[-1]
         finally:
-            self._observed = None
+            self._observing = None
+            self._observed.clear()
 
     def _call(self, compiled: Callable[..., Any], bound: inspect.BoundArguments, key: Any) -> Any:
         before = len(self._artifacts)
-        with _compat.symbolic_batch(recompile_limit=8 * (1 + len(self._options.sizes))):
+        with _compat.symbolic_batch(recompile_limit=256):
             outputs = compiled(*bound.args, **bound.kwargs)
         if len(self._artifacts) > before:
             # the first compilation for a key is planned, a further one is a recompile
@@ -251,9 +306,13 @@ class CompiledStep:
         self._artifacts.append(artifact)
 
         def run(*args: Any) -> Any:
+            if self._observing is None:
+                return artifact.run(*args)
+            # whatever is wrong with the step is said before it writes to a cache
+            _refuse_written(artifact, args, self._observing)
+            check_outputs(artifact.sizes, args, self._observing, self._batched)
             results = artifact.run(*args)
-            if self._observed is not None:
-                self._observed.append((artifact, args, results))
+            self._observed.append((artifact, args, results))
             return results
 
         return run
@@ -275,3 +334,13 @@ def _refuse_written(
                     f"inputs[{name!r}] must be Static or not be written by the step: a batched "
                     "input is copied, so the caller would not see it change"
                 )
+
+
+def _same_places(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
+    if len(a) == len(b) and all(map(operator.is_, a, b)):
+        return True
+    return [_place(tensor) for tensor in a] == [_place(tensor) for tensor in b]
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device

@@ -301,14 +301,13 @@ def test_e8_a_graph_that_was_captured_is_the_one_that_is_found():
         def warm_up(self, run: Callable[[], Any]) -> None:
             run()
 
-        def capture(self, run: Callable[[], Any]) -> Any:
+        def capture(self, run: Callable[[], Any], generators: Any) -> Any:
             self.count += 1
             return object()
 
     recorder, stats = Recorder(), Stats()
     table = GraphTable(recorder, stats, Options())
-    cache = torch.zeros(1)
-    first = table.obtain("a", "for a", [cache], lambda: None)
-    assert table.obtain("a", "for a", [cache], lambda: None) is first
-    assert table.obtain("b", "for b", [cache], lambda: None) is not first
+    first = table.obtain("a", "for a", 1, lambda: None)
+    assert table.obtain("a", "for a", 1, lambda: None) is first
+    assert table.obtain("b", "for b", 1, lambda: None) is not first
     assert recorder.count == stats.captures == 2

@@ -157,22 +157,39 @@ def test_backend_keeps_the_users_own_pass():
     assert seen
 
 
-def test_cache_key_follows_sources_and_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_cache_key_of_a_list_of_the_users_passes():
+    from mtpgraph.compile_passes._compat import _CacheKey
+
+    seen = []
+    hook = _CacheKey(b"ours", [lambda graph: seen.append(graph)])
+    hook("graph")
+    assert seen == ["graph"]
+    assert hook.uuid() is None
+    assert _CacheKey(b"ours", None).uuid() is not None
+
+
+def test_a14_cache_key_follows_sources_and_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     key = PassManager(PASSES).uuid()
     assert PassManager(PASSES).uuid() == key
     assert PassManager(PASSES[:1]).uuid() != key
 
-    for path in Path(graph_pass.__file__).parent.glob("*.py"):
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    monkeypatch.setattr(graph_pass, "__file__", str(tmp_path / "graph_pass.py"))
+    package = Path(graph_pass.__file__).parent.parent
+    for folder in ("compile_passes", "ops"):
+        (tmp_path / folder).mkdir()
+        for path in (package / folder).glob("*.py"):
+            (tmp_path / folder / path.name).write_bytes(path.read_bytes())
+    copied = tmp_path / "compile_passes" / "graph_pass.py"
+    monkeypatch.setattr(graph_pass, "__file__", str(copied))
     assert PassManager(PASSES).uuid() == key
-    # a helper that no pass is named after counts too
-    with (tmp_path / "_nodes.py").open("a") as file:
-        file.write("# edited\n")
-    assert PassManager(PASSES).uuid() != key
+    # a helper that no pass is named after counts, and so does an op
+    for edited in ("compile_passes/_nodes.py", "ops/indexer_topk.py"):
+        with (tmp_path / edited).open("a") as file:
+            file.write("# edited\n")
+        assert PassManager(PASSES).uuid() != key
+        key = PassManager(PASSES).uuid()
 
 
-def test_cache_key_reaches_inductor(monkeypatch: pytest.MonkeyPatch):
+def test_a14_cache_key_reaches_inductor(monkeypatch: pytest.MonkeyPatch):
     """Two keys, two entries: Inductor's cache does not serve code of an older pass."""
     from torch._dynamo.utils import counters
 

@@ -1,7 +1,7 @@
 """Capture with a device that only pretends: what is recorded, when, and over which memory."""
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -52,7 +52,10 @@ class PretendedDevice:
         self.warm_ups += 1
         run()
 
-    def capture(self, run: Callable[[], Any]) -> PretendedGraph:
+    def capture(
+        self, run: Callable[[], Any], generators: Sequence[torch.Generator]
+    ) -> PretendedGraph:
+        self.generators = list(generators)
         if self.failure is not None:
             raise self.failure
         self.captured.append(PretendedGraph(run))
@@ -131,6 +134,46 @@ def test_caches_that_move_are_captured_again(device: PretendedDevice):
     assert (stats.captures, stats.recaptures, stats.replays) == (2, 1, 2)
 
 
+def test_caches_of_another_shape_at_the_same_address_are_captured_again(device: PretendedDevice):
+    step = mtpgraph.compile(
+        lambda x, page: x + page.sum(),
+        sizes=[2],
+        engine="eager",
+        inputs={"x": Batched(), "page": Static},
+    )
+    page = torch.ones(128)
+    for count in (64, 128, 64):
+        assert step(torch.zeros(2), page[:count]).tolist() == [count, count]
+    assert step.stats().recaptures == 2
+
+
+def test_moves_far_apart_do_not_end_the_graphs(device: PretendedDevice):
+    step = mtpgraph.compile(
+        lambda x, cache: x + cache,
+        sizes=[2],
+        engine="eager",
+        inputs={"x": Batched(), "cache": Static},
+    )
+    caches = [torch.full((1,), float(i)) for i in range(12)]
+    for i, cache in enumerate(caches):
+        for _ in range(3):
+            assert step(torch.zeros(2), cache).tolist() == [i, i]
+    assert step.stats().replays == 36
+    assert not step.stats().fallbacks
+
+
+def test_generators_are_registered(device: PretendedDevice):
+    step = mtpgraph.compile(
+        lambda x, random: x + 1,
+        sizes=[2],
+        engine="eager",
+        inputs={"x": Batched(), "random": Static},
+    )
+    generator = torch.Generator()
+    step(torch.zeros(2), {"generator": generator})
+    assert device.generators == [generator]
+
+
 def test_debug_refuses_caches_that_moved(device: PretendedDevice):
     compiled, stream, pools = compile_hybrid(debug=True), Stream(2), make_pools(2)
     compiled(*stream.batch([2, 2]), pools)
@@ -146,9 +189,7 @@ def test_caches_that_move_in_every_call_end_the_graphs(device: PretendedDevice):
     compiled = mtpgraph.compile(fn, sizes=[2], engine="eager", inputs=inputs)
     x = torch.ones(2)
     caches = [torch.full((1,), float(i)) for i in range(12)]
-    with pytest.warns(
-        RuntimeWarning, match="its caches lie at new addresses in every call"
-    ) as said:
+    with pytest.warns(RuntimeWarning, match="its caches moved in 9 calls on end") as said:
         results = [compiled(x, cache)[0].item() for cache in caches]
     assert results == [1.0 + i for i in range(12)]
     assert len(said) == 1
@@ -208,11 +249,12 @@ def test_device_of_a_cpu_is_none():
 
 def test_frozen_gc_restores_what_it_found():
     assert gc.isenabled()
-    before = gc.get_freeze_count()
+    assert gc.get_freeze_count() == 0
     with frozen_gc():
         assert not gc.isenabled()
-        assert gc.get_freeze_count() > before
+        assert gc.get_freeze_count() > 0
     assert gc.isenabled()
+    assert gc.get_freeze_count() == 0
     gc.disable()
     try:
         with pytest.raises(KeyError), frozen_gc():
@@ -220,6 +262,17 @@ def test_frozen_gc_restores_what_it_found():
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_frozen_gc_leaves_what_a_service_froze():
+    gc.freeze()
+    try:
+        before = gc.get_freeze_count()
+        with frozen_gc():
+            pass
+        assert gc.get_freeze_count() == before > 0
+    finally:
+        gc.unfreeze()
 
 
 class TestGraphedCallable:
@@ -278,6 +331,31 @@ class TestGraphedCallable:
         assert seen[0] == (small.data_ptr(), large.data_ptr())
         assert seen[-1][0] != small.data_ptr()
         assert seen[-1][1] == large.data_ptr()
+
+    def test_inputs_keep_their_strides(self):
+        seen = []
+
+        def run(x: Tensor) -> list[Tensor]:
+            seen.append(x.stride())
+            return [x * 2]
+
+        stats = Stats()
+        call = GraphedCallable(run, PretendedDevice(), [False], stats, Options())
+        x = torch.ones(3, 8)[:, :4]
+        for _ in range(3):
+            call(x)
+        assert set(seen) == {(8, 1)}
+
+    def test_combinations_without_end_run_plain(self, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(capture, "_SHAPE_LIMIT", 4)
+        call, stats = self.make(PretendedDevice(), [False, True, False])
+        state = torch.zeros(1)
+        sizes = [*range(20), *range(20)]
+        with pytest.warns(RuntimeWarning, match="no more CUDA graphs: inputs came in over") as said:
+            _ = [call(torch.ones(2), state, size) for size in sizes]
+        assert len(said) == 1
+        assert stats.captures == 4
+        assert stats.eager_calls + stats.replays == 40
 
     def test_inside_the_callers_capture_the_code_runs_plain(self):
         device = PretendedDevice()

@@ -1,4 +1,7 @@
 import dataclasses
+import gc
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +15,22 @@ from tests.helpers import assert_same_bits
 from .support import INPUTS, NEXT_N, Stream, copy_pools, hybrid_step, make_pools
 
 SIZES = [1, 2, 4, 8, 16]
+
+
+@dataclasses.dataclass
+class Caches:
+    sums: list[Tensor]
+
+
+@dataclasses.dataclass(slots=True)
+class SlottedCaches:
+    sums: list[Tensor]
+
+
+class ModuleCaches(torch.nn.Module):
+    def __init__(self, sums: list[Tensor]) -> None:
+        super().__init__()
+        self.sums = sums
 
 
 def compile_hybrid(**options: Any) -> mtpgraph.CompiledStep:
@@ -162,6 +181,9 @@ def test_step_with_the_single_size_one():
     for query_len in (2, 1, 2):
         assert_equals_eager(step, stream.batch([query_len]), pools, expected_pools)
     assert step.stats().graphs == 1
+    # above the table: not the code or the buffers of a size in it
+    assert_equals_eager(step, Stream(2).batch([2, 2]), pools := make_pools(2), copy_pools(pools))
+    assert_equals_eager(step, Stream(2).batch([2]), pools, copy_pools(pools))
 
 
 def test_step_does_not_take_equal_numbers_for_the_batch():
@@ -172,7 +194,8 @@ def test_step_does_not_take_equal_numbers_for_the_batch():
             "weight": weight * 1,
             "rows": x @ weight,
             "columns": weight @ x.t(),
-            "per_head": x.unflatten(1, (2, 2)).flatten(0, 1),
+            "every_second": x[::2],
+            "one_more": torch.nn.functional.pad(x, (0, 0, 1, 0)),
             "nested": [x + 1, (x[:, 0], 7)],
             "total": torch.ones(4),
         }
@@ -214,12 +237,11 @@ def test_step_takes_keywords_defaults_and_none():
     assert step.stats().recompiles == 0
 
 
-def test_step_follows_caches_that_move():
-    @dataclasses.dataclass
-    class Caches:
-        sums: list[Tensor]
-
-    def fn(x: Tensor, caches: Caches) -> Tensor:
+@pytest.mark.parametrize(
+    "make", [Caches, SlottedCaches, ModuleCaches], ids=["dataclass", "slots", "module"]
+)
+def test_step_follows_caches_that_move(make: Callable[[list[Tensor]], Any]):
+    def fn(x: Tensor, caches: Any) -> Tensor:
         caches.sums[0].add_(x.sum())
         return x + caches.sums[0]
 
@@ -227,7 +249,7 @@ def test_step_follows_caches_that_move():
         fn, sizes=[2], engine="eager", inputs={"x": Batched(0), "caches": Static}
     )
     x = torch.ones(2)
-    first, second = Caches([torch.zeros(1)]), Caches([torch.full((1,), 10.0)])
+    first, second = make([torch.zeros(1)]), make([torch.full((1,), 10.0)])
     assert step(x, first).tolist() == [3, 3]
     assert step(x, first).tolist() == [5, 5]
     assert step(x, second).tolist() == [13, 13]
@@ -239,7 +261,7 @@ def test_step_follows_caches_that_move():
 
 def test_step_sees_parameters_updated_in_place():
     module = torch.nn.Linear(3, 3)
-    step = mtpgraph.compile(module.forward, sizes=[2], engine="eager", inputs={"input": Batched(0)})
+    step = mtpgraph.compile(module, sizes=[2], engine="eager", inputs={"input": Batched(0)})
     x = torch.randn(2, 3)
     for _ in range(3):
         torch.testing.assert_close(step(x), module(x).detach())
@@ -263,6 +285,111 @@ def test_step_returns_a_copy_of_an_input_it_passes_on():
     first, _ = step(torch.ones(3))
     step(torch.zeros(3))
     assert first.tolist() == [1, 1, 1]
+
+
+def test_step_returns_a_copy_of_a_view_of_an_input():
+    step = mtpgraph.compile(
+        lambda x: (x.unsqueeze(1), x + 1), sizes=[4], engine="eager", inputs={"x": Batched(0)}
+    )
+    first, _ = step(torch.ones(3))
+    step(torch.zeros(3))
+    assert first.tolist() == [[1], [1], [1]]
+
+
+def test_step_lets_go_of_caches_that_moved():
+    step, stream, pools = compile_hybrid(), Stream(4), make_pools(4)
+    for num_reqs in (1, 3, 4):
+        step(*stream.batch([2] * num_reqs), pools)
+    old = weakref.ref(pools["ssm"])
+    pools = copy_pools(pools)
+    step(*stream.batch([2]), pools)
+    gc.collect()
+    assert old() is None
+
+
+def test_step_tells_constants_apart_that_are_equal():
+    def fn(x: Tensor, n: Any, static: dict[str, Any]) -> Tensor:
+        y = x + 10 if n is True else x * n
+        return y + static["shift"]
+
+    step = mtpgraph.compile(
+        fn, sizes=[2], engine="eager", inputs={"x": Batched(0), "static": Static}
+    )
+    x = torch.arange(2)
+    for n in (1, True, 1.0, 2, 2.0, 0.0, -0.0):
+        for shift in (0, 0.0, 5):
+            static = {"shift": shift, "cache": torch.ones(1)}
+            actual, expected = step(x, n, static), fn(x, n, static)
+            assert actual.dtype == expected.dtype
+            assert torch.equal(actual, expected)
+
+
+def test_step_sees_static_values_and_layouts_change():
+    def fn(x: Tensor, static: Any) -> Tensor:
+        return x + static["a"] * 10 + sum(static["more"])
+
+    step = mtpgraph.compile(
+        fn, sizes=[2], engine="eager", inputs={"x": Batched(0), "static": Static}
+    )
+    one, two = torch.ones(1), torch.full((1,), 2.0)
+    layouts: list[dict[str, Any]] = [
+        {"a": one, "b": two, "more": [one, two, one]},
+        {"b": one, "a": two, "more": [one, two, one]},
+        {"a": one, "b": two, "more": [one, two, two]},
+        {"a": 3, "b": two, "more": [one, two, two]},
+        {"a": 4, "b": two, "more": [one, two, two]},
+    ]
+    x = torch.zeros(2)
+    for static in (*layouts, *layouts):
+        torch.testing.assert_close(step(x, static), fn(x, static))
+
+
+def test_step_follows_autocast():
+    weight = torch.randn(3, 3)
+    step = mtpgraph.compile(lambda x: x @ weight, sizes=[2], inputs={"x": Batched(0)})
+    x = torch.randn(2, 3)
+    for enabled in (False, True, False):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            assert step(x).dtype == (torch.bfloat16 if enabled else torch.float32)
+
+
+def test_step_runs_eager_where_dynamo_is_off():
+    step, stream, pools = compile_hybrid(), Stream(2), make_pools(2)
+    expected_pools = copy_pools(pools)
+    with torch.compiler.set_stance("force_eager"):
+        assert_equals_eager(step, stream.batch([2, 1]), pools, expected_pools)
+    assert_equals_eager(step, stream.batch([2, 1]), pools, expected_pools)
+    assert step.stats().graphs == 1
+
+
+def test_step_takes_in_place_residuals_and_bookkeeping():
+    """A batched input may be read by what writes something else."""
+
+    def fn(x: Tensor, index: Tensor, kept: Tensor) -> Tensor:
+        h = x * 2
+        h += x
+        h.add_(x)
+        torch.add(h, x, out=h)
+        kept[index.clamp(min=0)] = x
+        kept.index_copy_(0, index.clamp(min=0), x)
+        return h
+
+    inputs = {"x": Batched(0), "index": Batched(0, pad=-1), "kept": Static}
+    step = mtpgraph.compile(fn, sizes=[3], engine="eager", inputs=inputs)
+    x, index, kept = torch.arange(3.0), torch.tensor([2, 4, 1]), torch.zeros(5)
+    expected_kept = kept.clone()
+    torch.testing.assert_close(step(x, index, kept), fn(x, index, expected_kept))
+    assert torch.equal(kept, expected_kept)
+
+
+def test_step_runs_once_per_call():
+    """The first call learns how outputs follow the batch from the batch itself."""
+    step = mtpgraph.compile(
+        lambda x, n: x + n.add_(1), sizes=[4], engine="eager", inputs={"x": Batched(), "n": Static}
+    )
+    n = torch.zeros(1)
+    for count in range(1, 4):
+        assert step(torch.zeros(2), n).tolist() == [count, count]
 
 
 def test_step_counts_a_recompile():
@@ -295,6 +422,37 @@ def test_step_pads_beyond_the_real_rows_after_a_larger_batch():
     _, total, ends = step(torch.full((1,), 5), torch.tensor([0, 7]))
     assert total.item() == 5 - 3
     assert ends.item() == 7 * 4
+
+
+@pytest.mark.parametrize(
+    ("fn", "error", "match"),
+    [
+        (
+            lambda x: torch.cat([x, x + 10]),
+            ValueError,
+            "outputs must have their real rows in front, got size 2",
+        ),
+        (lambda x: x.t().reshape(-1), ValueError, "outputs must have their real rows in front"),
+        (lambda x: (x, x.shape[0]), ValueError, "outputs must not be sizes of the batch"),
+        (lambda x: Caches([x + 1]), TypeError, "outputs must be tensors and constants in lists"),
+        (
+            lambda x: x + torch.arange(4)[:, None],
+            ValueError,
+            "the step fixes a size that was declared to grow",
+        ),
+    ],
+)
+def test_step_refuses_outputs_that_it_cannot_cut(fn: Any, error: type[Exception], match: str):
+    step = mtpgraph.compile(fn, sizes=[4], engine="eager", inputs={"x": Batched(0)})
+    with pytest.raises(error, match=match):
+        step(torch.ones(3, 2))
+
+
+def test_step_refuses_a_pad_that_does_not_fit():
+    for pad, dtype in ((-1, torch.uint8), (float("nan"), torch.int32), (0.5, torch.int64)):
+        step = mtpgraph.compile(lambda x: x, engine="eager", inputs={"x": Batched(pad=pad)})
+        with pytest.raises(ValueError, match=r"inputs\['x'\] must have a pad that torch"):
+            step(torch.ones(3, dtype=dtype))
 
 
 @pytest.mark.parametrize(
