@@ -41,7 +41,7 @@ class OneRequest:
 
     def __init__(self, model: Model) -> None:
         self.model = model
-        self.caches = make_caches(model.config, 33, BLOCK_SIZE, 9)
+        self.caches = make_caches(model.config, 32, BLOCK_SIZE, 9)
         self.block_table = torch.randperm(32, dtype=torch.int32).view(1, -1)
         self.slots = int32([5, 2, 7, 0])
 
@@ -69,22 +69,23 @@ def test_weights_file_is_small() -> None:
     assert path.stat().st_size < 8_000_000
 
 
-@pytest.mark.parametrize(("length", "exact"), [(62, True), (150, False)], ids=["dense", "sparse"])
-def test_step_equals_training_forward(model: Model, length: int, exact: bool) -> None:
-    """One token at a time; beyond ``topk`` tokens a rounded index key may change which key is the
-    last one chosen, so only there is the tolerance wide."""
+@pytest.mark.parametrize(("length", "strays"), [(62, 0), (150, 5)], ids=["dense", "sparse"])
+def test_step_equals_training_forward(model: Model, length: int, strays: int) -> None:
+    """One token at a time. Beyond ``topk`` tokens, an index key on the edge between two fp8 codes
+    can change which key is the last one chosen, hence a few strays."""
     tokens = torch.tensor(list(text(length + 4)))
     with torch.no_grad():
         logits, _ = train.forward(model, tokens[None, : length + 3], train.STAGES[-1])
     main, *drafts = (x[0] for x in logits)
     top = main.topk(2).values
     request = OneRequest(model)
+    far = 0
     for t in range(length):
         said, accepted, drafted, gap = request.step(
             [int(tokens[t])], [int(tokens[t + 1])], computed=t, accepted=1
         )
         lead = float(top[t, 0] - top[t, 1])
-        assert abs(float(gap) - lead) < (1e-4 if exact else 0.05)
+        far += abs(float(gap) - lead) > 1e-4
         assert int(accepted) == 1
         if lead > 0.1:
             assert int(said) == int(main[t].argmax())
@@ -95,6 +96,7 @@ def test_step_equals_training_forward(model: Model, length: int, exact: bool) ->
                 assert int(drafted[0, d]) == int(said_in_training[t].argmax())
             if t + d + 2 >= len(tokens) or int(drafted[0, d]) != int(tokens[t + d + 2]):
                 break
+    assert far <= strays
 
 
 @pytest.mark.parametrize("length", [1, 5, 64, 100])
@@ -117,11 +119,13 @@ def test_rejected_tokens_leave_no_trace(model: Model) -> None:
     dirty.block_table = clean.block_table
     for request in (clean, dirty):
         request.step(tokens[:4], tokens[1:5], computed=0, accepted=1)
-    expected, *_ = clean.step(tokens[4:5], [-1], computed=4, accepted=4)
-    wrong = (int(expected) + 1) % 256
-    said, accepted, _, _ = dirty.step([tokens[4], wrong, 7, 9], [-1] * 4, computed=4, accepted=4)
+    expected, _, clean_drafts, _ = clean.step(tokens[4:5], [-1], computed=4, accepted=4)
+    row = [tokens[4], (int(expected) + 1) % 256, 7, 9]
+    said, accepted, drafts, _ = dirty.step(row, [-1] * 4, computed=4, accepted=4)
     assert int(said[0]) == int(expected)
     assert int(accepted) == 1
+    # Drafted from the last accepted row, with the keys chosen there.
+    assert torch.equal(drafts, clean_drafts)
     for at in range(5, 20):
         a = clean.step(tokens[at : at + 1], tokens[at + 1 : at + 2], computed=at, accepted=1)
         b = dirty.step(tokens[at : at + 1], tokens[at + 1 : at + 2], computed=at, accepted=1)
@@ -166,8 +170,8 @@ def test_padding_rows_change_nothing(model: Model) -> None:
     assert all(torch.isfinite(x.float()).all() for x in padded)
     for a, b in zip(*([*c.layers, c.mtp] for c in caches), strict=True):
         if isinstance(a, AttentionCache):
-            # The last block is there for tokens without a slot; codes may differ by a rounding.
-            pairs = [(a.kv[:-1], b.kv[:-1]), ((a.index_k != 0xFF).float(), (b.index_k != 0xFF))]
+            # Codes may differ by a rounding.
+            pairs = [(a.kv, b.kv), ((a.index_k != 0xFF).float(), (b.index_k != 0xFF))]
         else:
             pairs = list(zip(a, b, strict=True))
         for x, y in pairs:
@@ -175,7 +179,7 @@ def test_padding_rows_change_nothing(model: Model) -> None:
 
 
 def test_shared_drafts_write_their_index_keys(model: Model) -> None:
-    """IndexShare saves the choice of keys, never the keys (cases.md C11)."""
+    """IndexShare saves the choice of keys, never the keys."""
     request = OneRequest(model)
     prompt = list(text(3))
     request.step(prompt, [*prompt[1:], -1], computed=0, accepted=1)
