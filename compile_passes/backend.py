@@ -12,8 +12,9 @@ from torch import Tensor, fx
 
 from . import PASSES, _compat
 from ._nodes import UNKNOWN, mutated, overlap, storages, written
-from .capture import GraphedCallable, device_of
+from .capture import device_of
 from .graph_pass import PassManager
+from .graphed_callable import GraphedCallable
 from .options import Options
 from .output_plan import GraphSizes
 from .stats import Stats

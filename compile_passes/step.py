@@ -6,11 +6,9 @@ CUDA graph over its buffers.
 """
 
 import bisect
-import dataclasses
 import inspect
-import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -21,41 +19,10 @@ from .buffers import Buffers
 from .capture import Graph, GraphTable, clone, device_of
 from .direct import DirectCall
 from .inputs import Batch, Batched, Static, check_specs
+from .kind import Kind, Shape, same_places, symbolic_shape
 from .options import Options
 from .output_plan import OutputPlan, check_outputs
 from .stats import Stats
-
-
-class _Shape(NamedTuple):
-    """What a batch is padded to, and the code that serves it; exact is symbolic, and not kept."""
-
-    requests: int
-    tokens: int
-    code: Literal["symbolic", "static", "exact"] = "symbolic"
-
-
-def _symbolic(requests: int, tokens: int) -> _Shape:
-    """Two at least: lowering takes for granted that a symbolic size is not one."""
-    return _Shape(max(requests, 2), max(tokens, 2))
-
-
-@dataclasses.dataclass(eq=False)
-class _Kind:
-    """What calls of one kind share: all but the sizes of the batch and where the caches lie.
-
-    Attributes:
-        tensors: caches and states of the last call
-        moves: how often they have moved
-        plan: how outputs follow the batch
-        buffers, direct: inputs and calls of each shape
-    """
-
-    tensors: list[Tensor]
-    moves: int = 0
-    plan: OutputPlan | None = None
-    buffers: dict[_Shape, Buffers] = dataclasses.field(default_factory=dict)
-    direct: dict[_Shape, DirectCall] = dataclasses.field(default_factory=dict)
-
 
 # a graph, what it was given and what it gave
 _Observation = tuple[Artifact, Sequence[Any], Sequence[Any]]
@@ -113,7 +80,7 @@ class CompiledStep:
         self._planned: set[Any] = set()
         self._observing: Mapping[str, Tensor] | None = None
         self._observed: list[_Observation] = []
-        self._kinds: dict[Any, _Kind] = {}
+        self._kinds: dict[Any, Kind] = {}
         self._graphs: GraphTable | None = None
         self._stats = Stats()
 
@@ -160,13 +127,13 @@ class CompiledStep:
         total.recompiles = len(self._artifacts) - len(self._planned)
         return total
 
-    def _read(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Batch, _Kind]:
+    def _read(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Batch, Kind]:
         bound = self._signature.bind(*args, **kwargs)
         batch = Batch.read(bound, self._specs, self._options.next_n)
         kind = self._kinds.get(batch.kind)
         if kind is None:
-            kind = self._kinds[batch.kind] = _Kind(batch.contents.tensors)
-        elif not _same_places(kind.tensors, batch.contents.tensors):
+            kind = self._kinds[batch.kind] = Kind(batch.contents.tensors)
+        elif not same_places(kind.tensors, batch.contents.tensors):
             kind.tensors, kind.moves = batch.contents.tensors, kind.moves + 1
             kind.direct.clear()
             if self._graphs is not None:
@@ -179,13 +146,13 @@ class CompiledStep:
         index = bisect.bisect_left(self._options.sizes, needed)
         return self._options.sizes[index] if index < len(self._options.sizes) else None
 
-    def _shape_of(self, size: int) -> _Shape:
+    def _shape_of(self, size: int) -> Shape:
         tokens = size * self._options.next_n
         if size in self._options.specialize:
-            return _Shape(size, tokens, "static")
-        return _symbolic(size, tokens)
+            return Shape(size, tokens, "static")
+        return symbolic_shape(size, tokens)
 
-    def _run_padded(self, batch: Batch, kind: _Kind, shape: _Shape) -> Any:
+    def _run_padded(self, batch: Batch, kind: Kind, shape: Shape) -> Any:
         self._stats.tokens += batch.tokens
         self._stats.padded_tokens += shape.tokens - batch.tokens
         graph = self._graph(batch, kind, shape)
@@ -205,26 +172,26 @@ class CompiledStep:
             outputs = graph.replay()
         return plan.cut(outputs, batch.requests, batch.tokens)
 
-    def _run_exact(self, batch: Batch, kind: _Kind) -> Any:
+    def _run_exact(self, batch: Batch, kind: Kind) -> Any:
         """Run a batch above the largest size, without graph; such sizes are many and not kept."""
-        shape = _symbolic(batch.requests, batch.tokens)._replace(code="exact")
+        shape = symbolic_shape(batch.requests, batch.tokens)._replace(code="exact")
         try:
             return self._run_padded(batch, kind, shape)
         finally:
             kind.buffers.pop(shape, None)
             kind.direct.pop(shape, None)
 
-    def _plan(self, batch: Batch, kind: _Kind) -> OutputPlan:
+    def _plan(self, batch: Batch, kind: Kind) -> OutputPlan:
         """How outputs follow the batch; learnt from a run of padding if need be."""
         if kind.plan is None:
             size = self._options.sizes[0]
-            shape = _symbolic(size, size * self._options.next_n)
+            shape = symbolic_shape(size, size * self._options.next_n)
             self._buffers_of(batch, kind, shape).blank()
             self._learn(batch, kind, shape)
         assert kind.plan is not None
         return kind.plan
 
-    def _learn(self, batch: Batch, kind: _Kind, shape: _Shape) -> Any:
+    def _learn(self, batch: Batch, kind: Kind, shape: Shape) -> Any:
         """Run symbolic code over the buffers of a shape and read the plan off it."""
         outputs, (artifact, given, results) = self._run_observed(batch, kind, shape)
         buffers = self._buffers_of(batch, kind, shape).tensors
@@ -233,7 +200,7 @@ class CompiledStep:
         )
         return outputs
 
-    def _graph(self, batch: Batch, kind: _Kind, shape: _Shape) -> Graph | None:
+    def _graph(self, batch: Batch, kind: Kind, shape: Shape) -> Graph | None:
         """The CUDA graph of a shape over the caches where they lie; ``None`` if there is none."""
         device = device_of(list(batch.batched.values()))
         if (
@@ -257,7 +224,7 @@ class CompiledStep:
             generators=batch.contents.generators,
         )
 
-    def _buffers_of(self, batch: Batch, kind: _Kind, shape: _Shape) -> Buffers:
+    def _buffers_of(self, batch: Batch, kind: Kind, shape: Shape) -> Buffers:
         if shape not in kind.buffers:
             kind.buffers[shape] = Buffers(
                 batch.batched,
@@ -268,7 +235,7 @@ class CompiledStep:
             )
         return kind.buffers[shape]
 
-    def _run(self, batch: Batch, kind: _Kind, shape: _Shape) -> Any:
+    def _run(self, batch: Batch, kind: Kind, shape: Shape) -> Any:
         """Run compiled code over the buffers of a shape, past Dynamo once it has run there."""
         direct = kind.direct.get(shape)
         if direct is not None:
@@ -279,7 +246,7 @@ class CompiledStep:
             kind.direct[shape] = direct
         return outputs
 
-    def _run_observed(self, batch: Batch, kind: _Kind, shape: _Shape) -> tuple[Any, _Observation]:
+    def _run_observed(self, batch: Batch, kind: Kind, shape: Shape) -> tuple[Any, _Observation]:
         """Run through Dynamo; also what the graph was given and what it gave."""
         buffers = self._buffers_of(batch, kind, shape).tensors
         compiled = self._static if shape.code == "static" else self._symbolic
@@ -334,13 +301,3 @@ def _refuse_written(
                     f"inputs[{name!r}] must be Static or not be written by the step: a batched "
                     "input is copied, so the caller would not see it change"
                 )
-
-
-def _same_places(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
-    if len(a) == len(b) and all(map(operator.is_, a, b)):
-        return True
-    return [_place(tensor) for tensor in a] == [_place(tensor) for tensor in b]
-
-
-def _place(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device

@@ -10,8 +10,9 @@ from torch import Tensor
 
 import mtpgraph
 from mtpgraph import Batched, Static
-from mtpgraph.compile_passes import capture, step
-from mtpgraph.compile_passes.capture import GraphedCallable, frozen_gc
+from mtpgraph.compile_passes import capture, graphed_callable, step
+from mtpgraph.compile_passes.capture import frozen_gc
+from mtpgraph.compile_passes.graphed_callable import GraphedCallable
 from mtpgraph.compile_passes.options import Options
 from mtpgraph.compile_passes.stats import Stats
 from tests.helpers import assert_same_bits
@@ -347,7 +348,7 @@ class TestGraphedCallable:
         assert set(seen) == {(8, 1)}
 
     def test_combinations_without_end_run_plain(self, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setattr(capture, "_SHAPE_LIMIT", 4)
+        monkeypatch.setattr(graphed_callable, "_SHAPE_LIMIT", 4)
         call, stats = self.make(PretendedDevice(), [False, True, False])
         state = torch.zeros(1)
         sizes = [*range(20), *range(20)]

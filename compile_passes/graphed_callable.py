@@ -1,0 +1,103 @@
+"""CUDA graphs behind the backend alone, where nobody says which inputs are caches."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .capture import Graph, GraphDevice, GraphTable, clone
+from .options import Options
+from .stats import Stats
+
+# larger inputs are used by address: a copy of a cache in every step would cost more than the graph
+_COPY_LIMIT_BYTES = 1 << 20
+# a caller whose shapes hardly come twice gains nothing from graphs
+_SHAPE_LIMIT = 128
+
+
+class GraphedCallable:
+    """Compiled code of one Dynamo graph, one CUDA graph for each combination of shapes.
+
+    The first call of a combination runs the code as it is, which is also the warm-up; the second
+    records. Outputs hold until the next call, or are copies under ``clone_outputs``.
+    """
+
+    def __init__(
+        self,
+        run: Callable[..., Any],
+        device: GraphDevice,
+        in_place: Sequence[bool],
+        stats: Stats,
+        options: Options,
+    ) -> None:
+        self._run = run
+        self._in_place = in_place
+        self._stats = stats
+        self._options = options
+        self._table = GraphTable(device, stats, options)
+        self._buffers: dict[Any, list[Any]] = {}
+        self._seen: set[Any] = set()
+
+    def __call__(self, *args: Any) -> Any:
+        key = tuple(
+            (arg.shape, arg.stride(), arg.dtype) if isinstance(arg, Tensor) else arg for arg in args
+        )
+        graph = self._graph(key, args)
+        if graph is None:
+            self._stats.eager_calls += 1
+            return self._run(*args)
+        for buffer, arg in zip(self._buffers[key], args, strict=True):
+            if buffer is not None and buffer.data_ptr() != arg.data_ptr():
+                buffer.copy_(arg, non_blocking=True)
+        outputs = graph.replay()
+        self._stats.replays += 1
+        return clone(outputs) if self._options.clone_outputs else outputs
+
+    def _graph(self, key: Any, args: Sequence[Any]) -> Graph | None:
+        if self._table.device.is_capturing():
+            return None
+        if key not in self._seen:
+            self._admit(key)
+            return None
+        if key not in self._buffers:
+            if len(self._buffers) >= _SHAPE_LIMIT:
+                return None
+            self._buffers[key] = [self._buffer(place, arg) for place, arg in enumerate(args)]
+        buffers = self._buffers[key]
+        given = [
+            arg if buffer is None else buffer for buffer, arg in zip(buffers, args, strict=True)
+        ]
+        place = tuple(
+            arg.data_ptr()
+            for buffer, arg in zip(buffers, args, strict=True)
+            if buffer is None and isinstance(arg, Tensor)
+        )
+        shapes = [list(arg.shape) for arg in args if isinstance(arg, Tensor)]
+        what = f"for inputs of shapes {shapes}"
+        return self._table.obtain(key, what, place, lambda: self._run(*given))
+
+    def _admit(self, key: Any) -> None:
+        """Remember a combination, unless they are so many that graphs cannot be the way."""
+        if len(self._seen) < 2 * _SHAPE_LIMIT:
+            self._seen.add(key)
+            return
+        message = (
+            f"no more CUDA graphs: inputs came in over {len(self._seen)} combinations of shapes"
+        )
+        if message not in self._stats.fallbacks:
+            self._stats.fallbacks.append(message)
+            warnings.warn(message, RuntimeWarning, stacklevel=4)
+
+    def _buffer(self, position: int, arg: Any) -> Tensor | None:
+        """A place of the graph's own for an input that is copied, of its very strides."""
+        if (
+            not isinstance(arg, Tensor)
+            or self._in_place[position]
+            or isinstance(arg, torch.nn.Parameter)
+            or arg.numel() * arg.element_size() > _COPY_LIMIT_BYTES
+        ):
+            return None
+        buffer = torch.empty_strided(arg.shape, arg.stride(), dtype=arg.dtype, device=arg.device)
+        return buffer.copy_(arg)
