@@ -38,7 +38,10 @@ def check_any_shape(name: str, tensor: Tensor, *choices: Mapping[str, int | None
 
 
 def check_dtype(name: str, tensor: Tensor, *dtypes: torch.dtype) -> None:
-    """``tensor`` has one of ``dtypes``."""
+    """``tensor`` is there, and has one of ``dtypes``."""
+    # None passes for a tensor in a schema. The first check of an argument is this one.
+    if tensor is None:
+        raise TypeError(f"{name} must be a tensor, got None")
     if tensor.dtype not in dtypes:
         raise TypeError(
             f"{name} must have dtype {' or '.join(map(str, dtypes))}, got {tensor.dtype}"

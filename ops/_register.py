@@ -41,7 +41,10 @@ def register(
     def launch(*args: Any, **kwargs: Any) -> Any:
         device = next(arg.device for arg in args if isinstance(arg, Tensor))
         kernel = _kernel(name.removesuffix("_")) if _has_kernels(device) else None
-        return (kernel or reference)(*args, **kwargs)
+        if device.index == torch.cuda.current_device():
+            return (kernel or reference)(*args, **kwargs)
+        with torch.cuda.device(device):
+            return (kernel or reference)(*args, **kwargs)
 
     # needs_exact_strides: a cache must reach the op with the strides it has, never as a copy.
     tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)

@@ -14,6 +14,7 @@ from ._checks import (
     check_shape,
     check_writable,
 )
+from ._rows import row_bounds
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -29,7 +30,6 @@ def check_rows(
     dst_indices: Tensor | None,
 ) -> None:
     """The arguments that say which tokens and which slots belong to a request fit each other."""
-    check_dtype(state_name, state, *FLOAT_DTYPES)
     check_writable(state_name, state)
     check_dtype("state_indices", state_indices, torch.int32)
     check_any_shape(
@@ -94,6 +94,7 @@ class Row(NamedTuple):
 
 
 def plan_rows(
+    num_tokens: int,
     num_slots: int,
     next_n: int,
     state_indices: Tensor,
@@ -102,17 +103,21 @@ def plan_rows(
     num_accepted_tokens: Tensor | None,
     dst_indices: Tensor | None,
 ) -> list[Row]:
-    """Apply the row rules: the active rows, with every slot inside ``0 .. num_slots - 1``."""
+    """Apply the row rules: the active rows, with every token inside ``0 .. num_tokens - 1`` and
+    every slot inside ``0 .. num_slots - 1``."""
     sources = state_indices.tolist()
     targets = sources if dst_indices is None else dst_indices.tolist()
     num_reqs = len(sources)
-    bounds = range(num_reqs + 1) if query_start_loc is None else query_start_loc.tolist()
+    if query_start_loc is None:
+        bounds = [(r, r + 1) for r in range(num_reqs)]
+    else:
+        bounds = row_bounds(query_start_loc, num_tokens)
     olds = [True] * num_reqs if has_initial_state is None else has_initial_state.tolist()
     accepted = [1] * num_reqs if num_accepted_tokens is None else num_accepted_tokens.tolist()
 
     rows = []
-    for r in range(num_reqs):
-        begin, length, old = bounds[r], bounds[r + 1] - bounds[r], olds[r]
+    for r, (begin, end) in enumerate(bounds):
+        length, old = end - begin, olds[r]
         column = accepted[r] - 1 if old else 0
         if length <= 0 or not 0 <= column < next_n:
             continue

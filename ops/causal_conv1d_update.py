@@ -95,6 +95,7 @@ def _check(
     dst_indices: Tensor | None = None,
     activation: str | None = "silu",
 ) -> None:
+    check_dtype("conv_state", conv_state, *FLOAT_DTYPES)
     check_dtype("x", x, *FLOAT_DTYPES)
     check_shape("x", x, num_tokens=None, dim=None)
     num_tokens, dim = x.shape
@@ -169,6 +170,7 @@ def _reference(
     width, past = weight.shape[1], weight.shape[1] - 1
     one_slot = state_indices.dim() == 1
     rows = plan_rows(
+        x.shape[0],
         num_slots,
         state_len - width + 2 if one_slot else state_indices.shape[1],
         state_indices,

@@ -103,7 +103,7 @@ def _check(
     num_accepted_tokens: Tensor | None = None,
     dst_indices: Tensor | None = None,
 ) -> None:
-    floats = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+    floats = {"state": state, "q": q, "k": k, "v": v, "g": g, "beta": beta}
     for name, tensor in floats.items():
         check_dtype(name, tensor, *FLOAT_DTYPES)
     check_shape("q", q, num_tokens=None, num_heads=None, k_dim=None)
@@ -120,7 +120,6 @@ def _check(
     check_any_shape("g", g, per_head, per_head | {"k_dim": k_dim})
     check_shape("beta", beta, **per_head)
     check_device("state", state.device, **floats)
-    check_accepted_has_slots(state_indices, num_accepted_tokens)
     check_rows(
         num_tokens,
         "state",
@@ -131,6 +130,7 @@ def _check(
         num_accepted_tokens,
         dst_indices,
     )
+    check_accepted_has_slots(state_indices, num_accepted_tokens)
 
 
 def _reference(
@@ -151,6 +151,7 @@ def _reference(
 ) -> Tensor:
     out = torch.zeros(v.shape, dtype=v.dtype, device=v.device)
     rows = plan_rows(
+        v.shape[0],
         state.shape[0],
         1 if state_indices.dim() == 1 else state_indices.shape[1],
         state_indices,

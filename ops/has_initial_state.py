@@ -32,8 +32,8 @@ def _check(query_start_loc: Tensor, seq_lens: Tensor) -> None:
 
 
 def _reference(query_start_loc: Tensor, seq_lens: Tensor) -> Tensor:
-    query_lens = query_start_loc[1:] - query_start_loc[:-1]
-    return (seq_lens > query_lens) | (seq_lens == 0)
+    starts = query_start_loc.clamp_min(0)
+    return (seq_lens > starts[1:] - starts[:-1]) | (seq_lens <= 0)
 
 
 def _fake(query_start_loc: Tensor, seq_lens: Tensor) -> Tensor:

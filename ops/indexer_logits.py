@@ -6,6 +6,7 @@ from torch import Tensor
 from ._checks import check_device, check_dtype, check_lens, check_rule, check_shape
 from ._index_cache import check_index_cache, code_values, index_block_size, scale_bytes
 from ._register import register
+from ._rows import row_bounds
 
 # Bytes that the reference spends on one pass over the keys of a group of requests.
 _CHUNK_BYTES = 1 << 26
@@ -105,24 +106,24 @@ def score_keys(
     Dots are summed in float64 and rounded once. They are then exact in all but freak cases, so a
     row has the same scores, and selects the same keys, whichever batch it is computed in.
     """
-    logits = torch.full((q.shape[0], max_seq_len), float("-inf"), device=q.device)
+    logits = weights.new_full((q.shape[0], max_seq_len), float("-inf"))
     if k_cache.shape[0] == 0:
         return logits
-    starts = query_start_loc.tolist()
+    bounds = row_bounds(query_start_loc, q.shape[0])
     lens = seq_lens.tolist()
     # Requests of one query length make one dense group; a step has few lengths.
     groups: dict[int, list[int]] = {}
     for request, seq_len in enumerate(lens):
-        query_len = starts[request + 1] - starts[request]
+        begin, end = bounds[request]
+        query_len = end - begin
         if query_len > 0 and seq_len > 0:
             groups.setdefault(query_len, []).append(request)
     q, weights = q.double(), weights.double()
     for query_len, requests in groups.items():
         longest = min(max_seq_len, max(lens[request] for request in requests))
-        members = torch.tensor(requests, device=q.device)
-        tokens = query_start_loc[members].long().unsqueeze(1) + torch.arange(
-            query_len, device=q.device
-        )
+        members = torch.tensor(requests, dtype=torch.int64, device=q.device)
+        begins = query_start_loc[members].long().clamp_min(0)
+        tokens = begins.unsqueeze(1) + torch.arange(query_len, device=q.device)
         _score_group(
             logits,
             q[tokens],

@@ -119,13 +119,15 @@ def _check(
     num_accepted_tokens: Tensor | None = None,
     dst_indices: Tensor | None = None,
 ) -> None:
-    _check_shapes(state, x, dt, A, B, C, D, z, dt_bias)
-    floats = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias}
-    for name, tensor in floats.items():
+    required = {"state": state, "x": x, "dt": dt, "A": A, "B": B, "C": C}
+    optional = {"D": D, "z": z, "dt_bias": dt_bias}
+    for name, tensor in required.items():
+        check_dtype(name, tensor, *FLOAT_DTYPES)
+    for name, tensor in optional.items():
         if tensor is not None:
             check_dtype(name, tensor, *FLOAT_DTYPES)
-    check_device("state", state.device, **floats)
-    check_accepted_has_slots(state_indices, num_accepted_tokens)
+    _check_shapes(state, x, dt, A, B, C, D, z, dt_bias)
+    check_device("state", state.device, **required, **optional)
     check_rows(
         x.shape[0],
         "state",
@@ -136,6 +138,7 @@ def _check(
         num_accepted_tokens,
         dst_indices,
     )
+    check_accepted_has_slots(state_indices, num_accepted_tokens)
 
 
 def _check_shapes(
@@ -220,6 +223,7 @@ def _reference(
         ).squeeze(1)
     out = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
     rows = plan_rows(
+        x.shape[0],
         state.shape[0],
         1 if state_indices.dim() == 1 else state_indices.shape[1],
         state_indices,

@@ -113,7 +113,7 @@ def _reference(
     num_blocks, block_size, _ = kv_cache.shape
     topk = topk_indices.shape[1]
     out = q.new_zeros(num_tokens, num_heads, latent_dim)
-    lse = torch.full((num_tokens, num_heads), float("-inf"), device=q.device)
+    lse = q.new_full((num_tokens, num_heads), float("-inf"), dtype=torch.float32)
     if min(num_reqs, max_blocks, num_blocks, topk) == 0:
         return out, lse
 
