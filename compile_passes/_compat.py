@@ -19,10 +19,10 @@ _symbolic_config: Any = _config
 
 @contextlib.contextmanager
 def symbolic_batch(recompile_limit: int) -> Iterator[None]:
-    """Trace with marked sizes symbolic even at 0 and 1, and each with a symbol of its own."""
+    """Trace with a symbol of its own for each size, even for those that happen to be equal."""
     config = torch._dynamo.config
     with (
-        _symbolic_config.patch(backed_size_oblivious=True, use_duck_shape=False),
+        _symbolic_config.patch(use_duck_shape=False),
         config.patch(recompile_limit=max(recompile_limit, config.recompile_limit)),
     ):
         try:
@@ -109,9 +109,7 @@ def inductor(
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
 
-    # the caches do not know how the graph was traced, and would serve code guarded by "2 <= size"
-    traced = f"{_symbolic_config.backed_size_oblivious} {_symbolic_config.use_duck_shape}"
-    hook = _CacheKey(cache_key + traced.encode(), config.post_grad_custom_post_pass)
+    hook = _CacheKey(cache_key, config.post_grad_custom_post_pass)
     compiled: Any = compile_fx(
         gm, example_inputs, config_patches={"post_grad_custom_post_pass": hook}
     )

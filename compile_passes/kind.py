@@ -21,7 +21,7 @@ class Shape(NamedTuple):
 
 
 def symbolic_shape(requests: int, tokens: int) -> Shape:
-    """Two at least: lowering takes for granted that a symbolic size is not one."""
+    """Two at least: the tracer takes for granted that a symbolic size is neither zero nor one."""
     return Shape(max(requests, 2), max(tokens, 2))
 
 

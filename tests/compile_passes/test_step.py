@@ -140,7 +140,7 @@ def test_step_warm_up_compiles_and_leaves_pools_alone():
 
 
 def test_step_serves_size_one_whatever_the_caches_hold():
-    """Inductor's cache held the same graph, traced the usual way and guarded by "2 <= size"."""
+    """Code of the same graph in Inductor's cache is guarded by "2 <= size"."""
 
     def fn(x: Tensor) -> Tensor:
         return x.tan() * 3 + x.shape[0]
