@@ -9,6 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from .survey import Surveyor
+
 
 @dataclasses.dataclass(frozen=True)
 class Batched:
@@ -75,14 +77,6 @@ def check_specs(
     return specs
 
 
-@dataclasses.dataclass
-class Contents:
-    """What lies in the arguments that do not grow: a graph uses it where it lies."""
-
-    tensors: list[Tensor] = dataclasses.field(default_factory=list)
-    generators: list[torch.Generator] = dataclasses.field(default_factory=list)
-
-
 @dataclasses.dataclass(frozen=True)
 class Batch:
     """The arguments of one call, sorted by what they are to the batch.
@@ -90,20 +84,23 @@ class Batch:
     Attributes:
         bound: the arguments as they came
         batched: those that grow, by name
-        contents: tensors and generators in those that do not
+        tensors, generators: what lies in those that do not
         requests, tokens: the size of the batch
         kind: equal for calls that one compilation can serve
     """
 
     bound: inspect.BoundArguments
     batched: dict[str, Tensor]
-    contents: Contents
+    tensors: list[Tensor]
+    generators: list[torch.Generator]
     requests: int
     tokens: int
     kind: Any
 
     @classmethod
-    def read(cls, bound: inspect.BoundArguments, specs: Specs, next_n: int) -> "Batch":
+    def read(
+        cls, bound: inspect.BoundArguments, specs: Specs, surveyor: Surveyor, next_n: int
+    ) -> "Batch":
         """Sort the arguments of a call and count its requests and tokens.
 
         Raises:
@@ -111,9 +108,9 @@ class Batch:
             ValueError: two arguments disagree on the size of the batch, or one that holds tensors
                 was not declared
         """
-        bound.apply_defaults()
         batched: dict[str, Tensor] = {}
-        contents = Contents()
+        tensors: list[Tensor] = []
+        generators: list[torch.Generator] = []
         kind: list[Any] = [torch.is_inference_mode_enabled(), _autocast()]
         counts: dict[str, tuple[int, str]] = {}
         for name, value in bound.arguments.items():
@@ -126,9 +123,11 @@ class Batch:
                 others = tuple(n for axis, n in enumerate(value.shape) if axis != spec.dim)
                 kind.append((name, others, value.dtype, value.device))
             else:
-                before = len(contents.tensors)
-                kind.append((name, survey(value, contents)))
-                if spec is None and len(contents.tensors) > before:
+                survey = surveyor.look(name, value)
+                kind.append((name, survey.structure))
+                tensors += survey.tensors
+                generators += survey.generators
+                if spec is None and survey.tensors:
                     raise ValueError(
                         f"inputs must declare {name!r}, which holds tensors, as Batched(dim, pad) "
                         "or Static"
@@ -140,7 +139,7 @@ class Batch:
         if "request" not in counts:
             counts["request"] = (-(-counts["token"][0] // next_n), counts["token"][1])
         requests, tokens = counts["request"][0], counts["token"][0]
-        return cls(bound, batched, contents, requests, tokens, tuple(kind))
+        return cls(bound, batched, tensors, generators, requests, tokens, tuple(kind))
 
     def with_inputs(self, inputs: Mapping[str, Tensor]) -> inspect.BoundArguments:
         """The arguments with the batched ones replaced."""
@@ -169,52 +168,3 @@ def _count(name: str, value: Tensor, spec: Batched, counts: dict[str, tuple[int,
             f"{name} must be for {first} {spec.per}s as {of} is, got {list(value.shape)}, "
             f"which is for {count}"
         )
-
-
-def survey(value: Any, contents: Contents, _inside: tuple[int, ...] = ()) -> Any:
-    """The structure and the constants of a value, hashable; what lies in it goes to ``contents``.
-
-    Containers, modules and plain objects are looked into, attribute by attribute. Two values of
-    one structure differ in their tensors alone.
-    """
-    if isinstance(value, Tensor):
-        contents.tensors.append(value)
-        return Tensor
-    if value is None or isinstance(value, bool | int | str | bytes):
-        # 1, 1.0 and True are equal, and three constants
-        return (type(value), value)
-    if isinstance(value, float):
-        return (float, value.hex())
-    if isinstance(value, torch.Generator):
-        contents.generators.append(value)
-        return value
-    if id(value) in _inside:
-        return "itself"
-    inside = (*_inside, id(value))
-    if isinstance(value, Mapping):
-        items = [(key, survey(item, contents, inside)) for key, item in value.items()]
-        return (type(value), *items)
-    if isinstance(value, list | tuple | set | frozenset):
-        return (type(value), *(survey(item, contents, inside) for item in value))
-    attributes = _attributes(value)
-    if attributes:
-        return (type(value), *((k, survey(v, contents, inside)) for k, v in attributes.items()))
-    try:
-        hash(value)
-    except TypeError:
-        raise TypeError(
-            f"arguments must hold tensors, containers and plain objects, got {value!r}"
-        ) from None
-    return value
-
-
-def _attributes(value: Any) -> dict[str, Any]:
-    if isinstance(value, type) or (callable(value) and not isinstance(value, torch.nn.Module)):
-        return {}
-    found = dict(getattr(value, "__dict__", {}))
-    for cls in type(value).__mro__:
-        slots = cls.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if hasattr(value, name):
-                found[name] = getattr(value, name)
-    return found

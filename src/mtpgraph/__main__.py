@@ -1,4 +1,4 @@
-"""The command line: ``mtpgraph demo``."""
+"""The command line: ``mtpgraph demo`` and ``mtpgraph bench step``."""
 
 import argparse
 import sys
@@ -9,7 +9,8 @@ from ._version import __version__
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
-    # the demo needs more than the package does; its flags alone must not
+    # the commands need more than the package does; their flags alone must not
+    from . import bench_step
     from .example import demo
 
     parser = argparse.ArgumentParser(prog="mtpgraph", description=__doc__)
@@ -23,6 +24,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     demo.add_arguments(demo_parser)
     demo_parser.set_defaults(run=demo.run)
+    bench_parser = commands.add_parser("bench", help="measure on a CUDA card")
+    benches = bench_parser.add_subparsers(dest="bench", required=True)
+    step_parser = benches.add_parser(
+        "step",
+        help="a decode step of realistic shape, four ways",
+        description=bench_step.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    bench_step.add_arguments(step_parser)
+    step_parser.set_defaults(run=bench_step.run)
     args = parser.parse_args(argv)
     return args.run(args)
 

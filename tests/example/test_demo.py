@@ -33,6 +33,9 @@ class EagerStep:
             said = (said + 1) % 256
         return said, accepted, drafts, gaps
 
+    def warm_up(self, *args: Any) -> None:
+        """Nothing to compile."""
+
     def stats(self) -> Stats:
         return Stats(graphs=1)
 
