@@ -9,6 +9,7 @@ and a dense MLP. Scaled to one card: ``hidden`` is 2048 where the model has 7168
 import argparse
 import dataclasses
 import gc
+import importlib.metadata
 import json
 import statistics
 import subprocess
@@ -118,6 +119,7 @@ class Model(nn.Module):
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
+        self.sizes = sizes
         self.layers = nn.ModuleList(Layer(sizes) for _ in range(sizes.layers))
 
     def forward(
@@ -180,7 +182,7 @@ def make_batch(sizes: Sizes, num_reqs: int, next_n: int, context: int, width: in
     ]
 
 
-def build(way: str, model: Model, batches: list[int], next_n: int) -> Callable[..., Any]:
+def build(way: str, model: Model, batches: list[int], next_n: int) -> Any:
     """The step as one of ``WAYS``."""
     if way == "eager":
         return model
@@ -245,7 +247,7 @@ def run_way(way: str, model: Model, caches: Any, args: argparse.Namespace) -> It
     reserved, graphs = torch.cuda.memory_reserved(), recompiles()
     started = time.perf_counter()
     step = build(way, model, batches, args.next_n)
-    first = make_batch(model.layers[0].sizes, batches[0], args.next_n, min(args.contexts), width)
+    first = make_batch(model.sizes, batches[0], args.next_n, min(args.contexts), width)
     if way == "mtpgraph":
         step.warm_up(*first, caches)
     else:
@@ -263,7 +265,7 @@ def run_way(way: str, model: Model, caches: Any, args: argparse.Namespace) -> It
         for context in args.contexts:
             if num_reqs * context > args.max_tokens:
                 continue
-            batch = make_batch(model.layers[0].sizes, num_reqs, args.next_n, context, width)
+            batch = make_batch(model.sizes, num_reqs, args.next_n, context, width)
 
             def call(batch: list[Tensor] = batch) -> Any:
                 return step(*batch, caches)
@@ -277,7 +279,7 @@ def run_way(way: str, model: Model, caches: Any, args: argparse.Namespace) -> It
             yield row
     context = min(args.contexts)
     changing = [
-        make_batch(model.layers[0].sizes, n, args.next_n, context, width)
+        make_batch(model.sizes, n, args.next_n, context, width)
         for n in torch.randint(1, min(max(batches), 64) + 1, (args.changing,)).tolist()
     ]
     torch.cuda.synchronize()
@@ -307,6 +309,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--calls", type=int, default=10)
     parser.add_argument("--changing", type=int, default=200, help="steps of changing batch size")
     parser.add_argument("--out", type=Path, default=None, help="JSON lines to append to")
+    parser.add_argument("--commit", default=_commit(), help="what is measured, for the JSON lines")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -324,7 +327,7 @@ def run(args: argparse.Namespace) -> int:
         caches = make_caches(sizes, args.caches, needed // BLOCK_SIZE)
         for way in args.ways:
             for row in run_way(way, model, caches, args):
-                rows.append(row | _versions())
+                rows.append(row | _versions() | {"commit": args.commit})
                 print(_line(row), flush=True)
                 if args.out is not None:
                     with args.out.open("a") as file:
@@ -343,15 +346,17 @@ def _line(row: dict[str, Any]) -> str:
     return "  ".join(parts)
 
 
-def _versions() -> dict[str, str]:
-    import triton
+def _commit() -> str:
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    try:
+        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
 
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
+
+def _versions() -> dict[str, str]:
     return {
         "card": torch.cuda.get_device_name(),
         "torch": torch.__version__,
-        "triton": triton.__version__,
-        "commit": commit.stdout.strip() or "unknown",
+        "triton": importlib.metadata.version("triton"),
     }

@@ -1,0 +1,70 @@
+"""What several kernels use unchanged: device functions, and facts about the device."""
+
+import functools
+import os
+
+import torch
+import triton
+import triton.language as tl
+from triton.runtime import driver
+
+# Triton reads the same variable when it decorates the kernels: both are fixed at import.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@functools.cache
+def capability(device: torch.device) -> int:
+    """Compute capability of ``device``: 90 is 9.0. The interpreter passes for 9.0."""
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        return 10 * major + minor
+    # Without a card, kernels are interpreted or compiled for the target of the active driver.
+    return 90 if INTERPRETED else driver.active.get_current_target().arch
+
+
+@functools.cache
+def num_sms(device: torch.device) -> int:
+    """Multiprocessors of ``device``; 132, an H100's, where there is no card."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    return 132
+
+
+@triton.jit
+def token_requests(query_start_loc_ptr, stride, num_reqs, tokens):
+    """The request of each of ``tokens`` (int32, any block shape); -1 for a padding token.
+
+    A binary search per token for the number of starts at or before it: requests without a query
+    token are passed over, and tokens from the last start on have all ``num_reqs + 1`` before them.
+    Where the starts decrease, the token still lies within the bounds of its request.
+    """
+    low = tl.zeros_like(tokens)
+    high = low + (num_reqs + 1)
+    width = num_reqs + 1
+    while width > 0:
+        middle = (low + high) // 2
+        open_ = low < high
+        start = tl.load(query_start_loc_ptr + middle.to(tl.int64) * stride, mask=open_, other=0)
+        right = open_ & (start <= tokens)
+        low = tl.where(right, middle + 1, low)
+        high = tl.where(open_ & (start > tokens), middle, high)
+        width = width // 2
+    return tl.where(low <= num_reqs, low - 1, -1)
+
+
+@triton.jit
+def token_request(query_start_loc_ptr, stride, num_reqs, token, BLOCK: tl.constexpr = 256):
+    """The request of one ``token`` (int32 scalar); -1 for a padding token.
+
+    Looks for the last start at or before it, ``BLOCK`` at a time: up to ``BLOCK`` - 1 requests cost
+    one load, where a binary search waits for eight, one after the other. Where the starts decrease,
+    the token still lies within the bounds of its request.
+    """
+    last = -1
+    offsets = tl.arange(0, BLOCK)
+    for first in range(0, num_reqs + 1, BLOCK):
+        index = first + offsets
+        mask = index <= num_reqs
+        start = tl.load(query_start_loc_ptr + index.to(tl.int64) * stride, mask=mask, other=0)
+        last = tl.maximum(last, tl.max(tl.where(mask & (start <= token), index, -1), axis=0))
+    return tl.where(last < num_reqs, last, -1)

@@ -1,0 +1,304 @@
+"""Attention of each query token over its selected keys, the keys of a row split among programs.
+
+    key, value = kv[s], kv[s, :latent_dim]
+    lse[t, h]  = log sum_s exp(scale * q[t, h] . key[s])
+    out[t, h]  = sum_s exp(scale * q[t, h] . key[s] - lse[t, h]) * value[s]
+
+Layout:
+    q                [num_tokens, num_heads, head_dim]      any strides
+    kv_cache         [num_blocks, block_size, head_dim]     last dim contiguous, other strides any
+    topk_indices     [num_tokens, topk] int32               any strides, -1 anywhere
+    block_table      [num_reqs, max_blocks] int32           any strides
+    query_start_loc  [num_reqs + 1] int32                   any stride
+    out              [num_tokens, num_heads, latent_dim]    contiguous
+    lse              [num_tokens, num_heads] fp32           contiguous
+    part_out, part_lse   out and lse of each split, fp32, with num_splits after num_tokens
+
+Grid of ``sparse_mla_decode_kernel`` (num_tokens * num_splits * cdiv(num_heads, BLOCK_H),): a
+program owns BLOCK_H heads of a token and split_size of its columns of topk_indices, and reads each
+of those keys once, for scores and values alike. It finds the token's request and the keys' places
+itself. The programs of a token are neighbours, so its keys come from L2 from the second group of
+heads on. With one split the result is final. Otherwise ``combine_kernel`` weighs the parts by their
+lse, grid (num_tokens * num_heads, cdiv(latent_dim, BLOCK_D)): a program owns BLOCK_D latents of a
+head. A part without a valid key has lse -inf and an ``out`` that is neither written nor read.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ._common import INTERPRETED, capability, num_sms, token_request
+
+# All of these are defaults.
+MIN_SPLIT = 64  # keys of a split, at least
+BLOCK_SCAN = 256  # indices looked at together in search of the last valid one
+BLOCK_D = 128
+_LN_2 = tl.constexpr(math.log(2))
+
+
+# fmt: off
+@triton.jit(do_not_specialize=[
+    "num_reqs", "num_heads", "num_blocks", "max_blocks", "topk", "split_size", "num_splits",
+])
+def sparse_mla_decode_kernel(
+    q_ptr, kv_cache_ptr, topk_indices_ptr, block_table_ptr, query_start_loc_ptr,
+    out_ptr, lse_ptr,
+    scale_log2,
+    num_reqs, num_heads, num_blocks, max_blocks, topk, split_size, num_splits,
+    q_token_stride, q_head_stride, q_dim_stride, kv_block_stride, kv_token_stride,
+    topk_token_stride, topk_stride, table_request_stride, table_stride, query_start_loc_stride,
+    LATENT_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_SCAN: tl.constexpr, SPLIT: tl.constexpr, UPCAST: tl.constexpr,
+):
+    # fmt: on
+    num_groups = tl.cdiv(num_heads, BLOCK_H)
+    group = tl.program_id(0) % num_groups
+    part = tl.program_id(0) // num_groups
+    token = part // num_splits
+    first = (part % num_splits) * split_size
+
+    request = token_request(query_start_loc_ptr, query_start_loc_stride, num_reqs, token)
+    topk_row = topk_indices_ptr + token.to(tl.int64) * topk_token_stride
+    table_row = block_table_ptr + request.to(tl.int64) * table_request_stride
+    end = tl.where(request >= 0, tl.minimum(first + split_size, topk), first)
+    end = _last_index(topk_row, topk_stride, first, end, BLOCK_SCAN)
+
+    heads = group * BLOCK_H + tl.arange(0, BLOCK_H)
+    head_mask = heads < num_heads
+    q_row = q_ptr + token.to(tl.int64) * q_token_stride
+    q_heads = q_row + heads.to(tl.int64) * q_head_stride
+    q_latent = _load(q_heads, head_mask, q_dim_stride, 0, LATENT_DIM, BLOCK_L, UPCAST)
+    if ROPE_DIM > 0:
+        q_rope = _load(q_heads, head_mask, q_dim_stride, LATENT_DIM, ROPE_DIM, BLOCK_R, UPCAST)
+
+    # The indices are two tiles ahead of the dot, the places of the keys one: no load of a tile
+    # waits for another one of the same tile.
+    columns = first + tl.arange(0, BLOCK_K)
+    index = _load_index(topk_row, topk_stride, columns, end)
+    block, offset = _load_block(index, table_row, table_stride, max_blocks, BLOCK_SIZE)
+    index = _load_index(topk_row, topk_stride, columns + BLOCK_K, end)
+    highest = tl.full([BLOCK_H], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_H], tl.float32)
+    acc = tl.zeros([BLOCK_H, BLOCK_L], tl.float32)
+    for start in range(first, end, BLOCK_K):
+        valid = (block >= 0) & (block < num_blocks)
+        place = block.to(tl.int64) * kv_block_stride + offset.to(tl.int64) * kv_token_stride
+        keys = kv_cache_ptr + place
+        key_latent = _load(keys, valid, 1, 0, LATENT_DIM, BLOCK_L, UPCAST)
+        scores = tl.dot(q_latent, tl.trans(key_latent), input_precision="ieee")
+        if ROPE_DIM > 0:
+            key_rope = _load(keys, valid, 1, LATENT_DIM, ROPE_DIM, BLOCK_R, UPCAST)
+            scores = tl.dot(q_rope, tl.trans(key_rope), scores, input_precision="ieee")
+        scores = tl.where(valid[None, :], scores * scale_log2, float("-inf"))
+
+        new_highest = tl.maximum(highest, tl.max(scores, axis=1))
+        # -inf - (-inf) is NaN: heads that have met no key subtract 0.
+        shift = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+        weights = tl.exp2(scores - shift[:, None])
+        decay = tl.exp2(highest - shift)
+        highest = new_highest
+        total = total * decay + tl.sum(weights, axis=1)
+        acc = acc * decay[:, None]
+        acc = tl.dot(weights.to(key_latent.dtype), key_latent, acc, input_precision="ieee")
+
+        block, offset = _load_block(index, table_row, table_stride, max_blocks, BLOCK_SIZE)
+        index = _load_index(topk_row, topk_stride, columns + (start - first + 2 * BLOCK_K), end)
+
+    # NaN counts as a sum: only a head that met no key has a total of 0.
+    empty = total == 0.0
+    total = tl.where(empty, 1.0, total)
+    out = acc / total[:, None]
+    lse = tl.where(empty, float("-inf"), (highest + tl.log2(total)) * _LN_2)
+    row = part.to(tl.int64) * num_heads + heads
+    latents = tl.arange(0, BLOCK_L)
+    stored = head_mask
+    if SPLIT:
+        stored = head_mask & ~empty
+    out_ptrs = out_ptr + row[:, None] * LATENT_DIM + latents[None, :]
+    out_mask = stored[:, None] & (latents < LATENT_DIM)[None, :]
+    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=out_mask)
+    tl.store(lse_ptr + row, lse, mask=head_mask)
+
+
+@triton.jit
+def _last_index(topk_row, topk_stride, first, end, BLOCK: tl.constexpr):
+    """One past the last column in ``first .. end - 1`` whose index is not negative.
+
+    A row that sees fewer keys than topk ends in -1, and need not walk over them.
+    """
+    last = first
+    for start in range(first, end, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        index = _load_index(topk_row, topk_stride, columns, end)
+        last = tl.maximum(last, tl.max(tl.where(index >= 0, columns + 1, 0), axis=0))
+    return last
+
+
+@triton.jit
+def _load_index(topk_row, topk_stride, columns, end):
+    return tl.load(topk_row + columns.to(tl.int64) * topk_stride, mask=columns < end, other=-1)
+
+
+@triton.jit
+def _load_block(index, table_row, table_stride, max_blocks, BLOCK_SIZE: tl.constexpr):
+    """The block of each key, negative where there is none, and the offset in it."""
+    column = index // BLOCK_SIZE
+    known = (index >= 0) & (column < max_blocks)
+    block = tl.load(table_row + column.to(tl.int64) * table_stride, mask=known, other=-1)
+    return block, index % BLOCK_SIZE
+
+
+@triton.jit
+def _load(
+    rows, mask, stride, FIRST: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Dims FIRST .. FIRST + DIM - 1 of each of ``rows``, and zeros up to BLOCK."""
+    dims = tl.arange(0, BLOCK)
+    mask = mask[:, None]
+    if DIM < BLOCK:
+        mask = mask & (dims < DIM)[None, :]
+    offsets = (FIRST + dims).to(tl.int64) * stride
+    values = tl.load(rows[:, None] + offsets[None, :], mask=mask, other=0.0)
+    if UPCAST:
+        values = values.to(tl.float32)
+    return values
+
+
+# fmt: off
+@triton.jit(do_not_specialize=["num_heads", "num_splits"])
+def combine_kernel(
+    part_out_ptr, part_lse_ptr, out_ptr, lse_ptr,
+    num_heads, num_splits,
+    LATENT_DIM: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+):
+    # fmt: on
+    row = tl.program_id(0).to(tl.int64)
+    token = row // num_heads
+    head = row % num_heads
+    splits = tl.arange(0, BLOCK_S)
+    parts = (token * num_splits + splits) * num_heads + head
+    part_lse = tl.load(part_lse_ptr + parts, mask=splits < num_splits, other=float("-inf"))
+    # NaN is not -inf: it is read, and reaches the result.
+    live = part_lse != float("-inf")
+    highest = tl.max(part_lse, axis=0)
+    shift = tl.where(highest == float("-inf"), 0.0, highest)
+    weights = tl.exp(part_lse - shift)
+    total = tl.sum(weights, axis=0)
+    empty = total == 0.0
+    total = tl.where(empty, 1.0, total)
+
+    latents = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    mask = latents < LATENT_DIM
+    part_out = tl.load(
+        part_out_ptr + parts[:, None] * LATENT_DIM + latents[None, :],
+        mask=live[:, None] & mask[None, :],
+        other=0.0,
+    )
+    out = tl.sum(part_out * weights[:, None], axis=0) / total
+    tl.store(out_ptr + row * LATENT_DIM + latents, out.to(out_ptr.dtype.element_ty), mask=mask)
+    if tl.program_id(1) == 0:
+        tl.store(lse_ptr + row, tl.where(empty, float("-inf"), highest + tl.log(total)))
+
+
+def launch(
+    q: Tensor,
+    kv_cache: Tensor,
+    topk_indices: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    scale: float,
+    latent_dim: int = 512,
+) -> tuple[Tensor, Tensor]:
+    num_tokens, num_heads, head_dim = q.shape
+    num_blocks, block_size, _ = kv_cache.shape
+    topk = topk_indices.shape[1]
+    out = q.new_empty(num_tokens, num_heads, latent_dim)
+    lse = q.new_empty(num_tokens, num_heads, dtype=torch.float32)
+    if lse.numel() == 0:
+        return out, lse
+
+    rope_dim = head_dim - latent_dim
+    block_l = max(16, triton.next_power_of_2(latent_dim))
+    block_r = max(16, triton.next_power_of_2(rope_dim))
+    block_h, block_k, num_stages = _blocks(
+        capability(q.device), q.itemsize, num_heads, block_l, block_r
+    )
+    num_groups = triton.cdiv(num_heads, block_h)
+    # One program fills a multiprocessor.
+    wanted = num_sms(q.device) // (num_tokens * num_groups)
+    num_splits, split_size = _splits(wanted, topk, block_k)
+    part_out, part_lse = out, lse
+    if num_splits > 1:
+        part_out = q.new_empty(num_tokens, num_splits, num_heads, latent_dim, dtype=torch.float32)
+        part_lse = q.new_empty(num_tokens, num_splits, num_heads, dtype=torch.float32)
+
+    sparse_mla_decode_kernel[(num_tokens * num_splits * num_groups,)](
+        q, kv_cache, topk_indices, block_table, query_start_loc,
+        part_out, part_lse,
+        scale * math.log2(math.e),
+        block_table.shape[0], num_heads, num_blocks, block_table.shape[1],
+        topk, split_size, num_splits,
+        *q.stride(), kv_cache.stride(0), kv_cache.stride(1),
+        *topk_indices.stride(), *block_table.stride(), query_start_loc.stride(0),
+        LATENT_DIM=latent_dim, ROPE_DIM=rope_dim, BLOCK_SIZE=block_size,
+        BLOCK_L=block_l, BLOCK_R=block_r, BLOCK_H=block_h, BLOCK_K=block_k,
+        BLOCK_SCAN=BLOCK_SCAN, SPLIT=num_splits > 1, UPCAST=INTERPRETED,
+        num_warps=8, num_stages=num_stages,
+    )  # fmt: skip
+    if num_splits > 1:
+        # Three sizes serve every number of splits.
+        block_s = next(size for size in (4, 16, 64) if size >= num_splits)
+        combine_kernel[(num_tokens * num_heads, triton.cdiv(latent_dim, BLOCK_D))](
+            part_out, part_lse, out, lse,
+            num_heads, num_splits,
+            LATENT_DIM=latent_dim, BLOCK_S=block_s, BLOCK_D=BLOCK_D,
+            num_warps=4,
+        )  # fmt: skip
+    return out, lse
+
+
+def _blocks(
+    arch: int, itemsize: int, num_heads: int, block_l: int, block_r: int
+) -> tuple[int, int, int]:
+    """BLOCK_H, BLOCK_K and num_stages that fit into registers and shared memory.
+
+    16 and 32 heads go to mma.sync, whose loads keep ``num_stages - 1`` tiles of keys in shared
+    memory next to q; 64 heads go to wgmma or tcgen05, with ``num_stages`` tiles.
+    """
+    # 227 KB of shared memory a program on 9.x, 10.x and 11.x; 99 KB on 8.6, 8.9 and 12.x.
+    roomy = arch // 10 in (9, 10, 11)
+    budget = (216 if roomy else 96) << 10
+    row = itemsize * (block_l + block_r)
+    wide = block_l > 512
+    if num_heads <= 16 or itemsize == 4 or (wide and not roomy):
+        block_h = 16
+    elif num_heads <= 32 or wide or not roomy:
+        block_h = 32
+    else:
+        block_h = 64
+    if itemsize == 4 or (not roomy and (wide or block_h == 32)):
+        block_k = 16
+    elif block_h == 64 or wide or not roomy:
+        block_k = 32
+    else:
+        block_k = 64
+    # tcgen05 takes another 64 KB: its accumulators pass through shared memory.
+    num_stages = 2 if block_h == 64 and arch >= 100 else 3
+    while num_stages > 1:
+        tiles = num_stages if block_h == 64 else num_stages - 1
+        if (block_h + tiles * block_k) * row <= budget:
+            break
+        num_stages -= 1
+    return block_h, block_k, num_stages
+
+
+def _splits(wanted: int, topk: int, block_k: int) -> tuple[int, int]:
+    """The number of splits of a row, and the columns of each: whole tiles, none without one."""
+    wanted = max(1, min(wanted, topk // MIN_SPLIT, 64))
+    split_size = max(1, triton.cdiv(topk, wanted * block_k)) * block_k
+    return max(1, triton.cdiv(topk, split_size)), split_size

@@ -1,0 +1,49 @@
+"""Kernels run in Triton's interpreter where there is no card, and not at all without Triton."""
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Read when a kernel is decorated, so it is set before any test module imports one.
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+class _Skipped(pytest.Module):
+    def collect(self):
+        pytest.skip(
+            "needs triton, which this build of torch comes without", allow_module_level=True
+        )
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector):
+    if importlib.util.find_spec("triton") is None:
+        return _Skipped.from_parent(parent, path=module_path)
+    return None
+
+
+@pytest.fixture(scope="session", autouse=True)
+def loop_bounds() -> None:
+    """Let a scalar of the interpreter be a loop bound: Triton 3.6 converts its array of one
+    element with ``int``, which NumPy 2.4 refuses."""
+    if torch.cuda.is_available():
+        return
+    from triton.runtime import interpreter
+
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch_tensor_and_index(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+
+    interpreter._patch_lang_tensor = patch_tensor_and_index
+
+
+@pytest.fixture
+def device() -> str:
+    """Where kernels run: on the card, or in the interpreter."""
+    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,0 +1,141 @@
+"""indexer_select is the kernels of its two parts, bit for bit."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mtpgraph import ops
+from mtpgraph.kernels import flatten_decode, indexer_logits, indexer_topk
+from mtpgraph.kernels.indexer_select import launch
+
+from ..helpers import assert_same_bits, each_batch, huge_rows, random_case
+from ..malformed_lens import MIN, check_negative_seq_lens, check_starts, each_starts
+from ..ops.test_indexer_logits import DTYPES, Case
+from ..ops.test_indexer_select import make_inputs
+from .gpu import assert_replays
+from .test_indexer_logits import card_inputs
+
+LONG: Case = ([2, 1, 0, 4], [50, 3, 0, 25], 1)
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """Short tiles and chunks, so that a short row has several; not on the card."""
+    if device == "cpu":
+        monkeypatch.setattr(indexer_logits, "num_sms", lambda device: 1)
+        monkeypatch.setattr(indexer_logits, "TILE", 16)
+        monkeypatch.setattr(indexer_topk, "CHUNK", 32)
+        monkeypatch.setattr(indexer_topk, "LONG_CHUNK", 64)
+        monkeypatch.setattr(indexer_topk, "KEYS_PER_WARP", 32)
+
+
+def in_two_launches(inputs: dict[str, Any]) -> Tensor:
+    parts = {name: value for name, value in inputs.items() if name != "topk"}
+    row_lens, _ = flatten_decode.launch(
+        inputs["query_start_loc"], inputs["seq_lens"], inputs["q"].shape[0]
+    )
+    return indexer_topk.launch(indexer_logits.launch(**parts), row_lens, inputs["topk"])
+
+
+def assert_equals_two_launches(inputs: dict[str, Any]) -> None:
+    actual = launch(**inputs)
+    assert actual.is_contiguous()
+    assert_same_bits(actual, in_two_launches(inputs))
+
+
+@each_batch
+def test_select_equals_two_launches(case: Case, device: str) -> None:
+    assert_equals_two_launches(make_inputs(case, device=device))
+
+
+@pytest.mark.parametrize("topk", [1, 8, 40, 49, 50, 51])
+def test_select_of_each_topk(topk: int, device: str) -> None:
+    """Around the longest row, beyond half a chunk, and beyond all keys."""
+    assert_equals_two_launches(make_inputs(LONG, topk=topk, device=device))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_select_of_each_query_dtype(dtype: torch.dtype, device: str) -> None:
+    assert_equals_two_launches(make_inputs(LONG, topk=8, dtype=dtype, device=device))
+
+
+def test_select_equals_the_reference(device: str) -> None:
+    """Random keys have no near ties."""
+    inputs = make_inputs(LONG, topk=8, device=device)
+    expected = ops.indexer_select(
+        **{k: v.cpu() if isinstance(v, Tensor) else v for k, v in inputs.items()}
+    )
+    assert_same_bits(launch(**inputs), expected)
+
+
+def test_select_of_random_batches(full: bool, device: str) -> None:
+    for _ in range(100 if full else 3):
+        topk = int(torch.randint(1, 20, ()))
+        assert_equals_two_launches(make_inputs(random_case(6, 40), topk=topk, device=device))
+
+
+@pytest.mark.parametrize("max_seq_len", [1, 8, 9, 52])
+def test_select_max_seq_len_cuts_the_rows(max_seq_len: int, device: str) -> None:
+    inputs = make_inputs(LONG, topk=8, device=device)
+    assert_equals_two_launches({**inputs, "max_seq_len": max_seq_len})
+
+
+def test_select_of_ties_and_nan(device: str) -> None:
+    inputs = make_inputs(([3, 1], [40, 27], 0), topk=6, device=device)
+    inputs["q"].zero_()
+    assert_equals_two_launches(inputs)
+    assert launch(**inputs)[2].tolist() == [0, 1, 2, 3, 4, 5]
+    inputs["k_cache"].fill_(0xFF)
+    assert launch(**inputs)[3].tolist() == [0, 1, 2, 3, 4, 5]
+    inputs["block_table"].fill_(-1)
+    assert launch(**inputs)[0].tolist() == [0, 1, 2, 3, 4, 5]
+
+
+@each_starts
+def test_select_of_malformed_starts(starts: list[int], device: str) -> None:
+    check_starts("indexer_select", launch, starts, device)
+
+
+@pytest.mark.parametrize("length", [-1, -5, MIN])
+def test_select_of_a_negative_seq_len(length: int, device: str) -> None:
+    check_negative_seq_lens("indexer_select", launch, length, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("query_lens", "longest", "topk"),
+    [
+        ([1], 40_000, 2048),
+        ([1] * 40, 9000, 2048),
+        ([1, 3, 2, 8, 0, 5, 4, 11], 5000, 512),
+        ([2] * 5, 40_000, 4096),
+        ([2] * 5, 2000, 2048),
+    ],
+    ids=["one", "single tokens", "ragged", "pairs", "all keys"],
+)
+def test_select_on_the_card_equals_two_launches(
+    query_lens: list[int], longest: int, topk: int, dtype: torch.dtype
+) -> None:
+    assert_equals_two_launches({**card_inputs(query_lens, longest, dtype=dtype), "topk": topk})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("topk", [512, 5000])
+def test_select_replays(topk: int) -> None:
+    query_lens = [[1, 3, 2, 8], [4, 4, 3, 3], [0, 14, 0, 0]]
+    inputs = [
+        {**card_inputs(lens, 9000, seed=seed), "topk": topk} for seed, lens in enumerate(query_lens)
+    ]
+    assert_replays(ops.indexer_select, inputs)
+
+
+@pytest.mark.gpu
+def test_select_on_the_card_past_2_31_bytes() -> None:
+    inputs = {**card_inputs([2], 128), "topk": 50}
+    inputs["block_table"] = torch.tensor([[0, 1]], dtype=torch.int32, device="cuda")
+    expected = launch(**inputs)
+    inputs["k_cache"] = huge_rows(inputs["k_cache"])
+    assert_same_bits(launch(**inputs), expected)

@@ -1,0 +1,355 @@
+"""The kernels of sparse_mla_decode against float64, on a cache whose unselected keys are NaN."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mtpgraph import ops
+from mtpgraph.kernels import sparse_mla_decode
+from mtpgraph.kernels.sparse_mla_decode import launch
+
+from ..helpers import (
+    TOLERANCES,
+    assert_close,
+    assert_same_bits,
+    each_batch,
+    huge_rows,
+    nan_pool,
+    random_case,
+    strided_pool,
+)
+from ..ops.test_sparse_mla_decode import (
+    DTYPES,
+    HEAD_DIM,
+    LATENT_DIM,
+    SCALE,
+    Case,
+    heads_apart,
+    make_inputs,
+    oracle,
+)
+from .gpu import assert_replays
+
+LONG: Case = ([2, 1, 0, 1], [70, 3, 0, 41], 1)
+
+
+@pytest.fixture(params=["one split", "many splits"])
+def splits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Tiles of 16 keys, so that a short row has several; with many splits a row is cut into as
+    many parts as it has tiles."""
+    monkeypatch.setattr(sparse_mla_decode, "_blocks", lambda *sizes: (16, 16, 1))
+    monkeypatch.setattr(sparse_mla_decode, "BLOCK_SCAN", 16)
+    monkeypatch.setattr(sparse_mla_decode, "MIN_SPLIT", 16)
+    sms = 1 if request.param == "one split" else 2**20
+    monkeypatch.setattr(sparse_mla_decode, "num_sms", lambda device: sms)
+    return request.param
+
+
+def assert_equals_float64(inputs: dict[str, Any]) -> None:
+    out, lse = launch(**inputs)
+    expected_out, expected_lse = oracle(**inputs)
+    assert out.dtype == inputs["q"].dtype
+    assert lse.dtype == torch.float32
+    assert out.is_contiguous()
+    assert lse.is_contiguous()
+    assert_close(out, expected_out)
+    assert_close(lse, expected_lse)
+
+
+@each_batch
+def test_sparse_mla_kernel_equals_float64(case: Case, device: str) -> None:
+    assert_equals_float64(make_inputs(case, device=device)[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sparse_mla_kernel_of_each_dtype(dtype: torch.dtype, device: str, splits: str) -> None:
+    assert_equals_float64(make_inputs(LONG, topk=40, dtype=dtype, device=device)[0])
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "head_dim", "latent_dim", "block_size", "topk"),
+    [(1, 1, 1, 1, 1), (17, 48, 32, 16, 37), (4, 12, 12, 3, 33), (2, 20, 16, 64, 48)],
+)
+def test_sparse_mla_kernel_of_other_sizes(
+    num_heads: int,
+    head_dim: int,
+    latent_dim: int,
+    block_size: int,
+    topk: int,
+    device: str,
+    splits: str,
+) -> None:
+    inputs, _ = make_inputs(
+        LONG,
+        num_heads=num_heads,
+        head_dim=head_dim,
+        latent_dim=latent_dim,
+        block_size=block_size,
+        topk=topk,
+        device=device,
+    )
+    assert_equals_float64(inputs)
+
+
+def test_sparse_mla_kernel_of_model_dims(device: str) -> None:
+    """512 + 64 dims, with the blocks that a card would get."""
+    assert_equals_float64(
+        make_inputs(([1], [9], 0), head_dim=576, latent_dim=512, topk=70, device=device)[0]
+    )
+
+
+def test_sparse_mla_kernel_skips_tiles_and_splits_without_a_key(device: str, splits: str) -> None:
+    """Rows whose keys stand in the first, a middle or the last tile alone, or nowhere."""
+    inputs, _ = make_inputs(([5], [70], 0), topk=64, device=device)
+    indices = inputs["topk_indices"]
+    chosen = indices.clone()
+    indices.fill_(-1)
+    indices[0, :5] = chosen[0][chosen[0] >= 0][:5]
+    indices[1, 20:23] = chosen[1][chosen[1] >= 0][:3]
+    indices[2, 63] = chosen[2][chosen[2] >= 0][0]
+    indices[4, ::17] = chosen[4][chosen[4] >= 0][:4]
+    assert_equals_float64(inputs)
+    out, lse = launch(**inputs)
+    assert (out[3] == 0).all()
+    assert (lse[3] == -math.inf).all()
+
+
+def test_sparse_mla_kernel_skips_keys_that_do_not_exist(device: str, splits: str) -> None:
+    """Indices past the table or negative, and blocks outside the pool, add nothing."""
+    inputs, batch = make_inputs(([2], [11], 0), topk=9, device=device)
+    past = batch.block_table.shape[1] * 4
+    odd = torch.tensor([[past, -7, 2**31 - 1, -(2**31)]] * 2, dtype=torch.int32, device=device)
+    garbage = torch.arange(12, past, dtype=torch.int32, device=device).expand(2, -1)
+    table = inputs["block_table"].clone()
+    table[0, 3:] = torch.tensor([-1, 2**31 - 1, batch.num_blocks], device=device)
+    inputs["block_table"] = table
+    inputs["topk_indices"] = torch.cat([odd, inputs["topk_indices"], garbage], dim=1)
+    assert_equals_float64(inputs)
+
+    table[0, :3] = -1
+    out, lse = launch(**inputs)
+    assert (out == 0).all()
+    assert (lse == -math.inf).all()
+
+
+def test_sparse_mla_kernel_key_listed_twice_counts_twice(device: str, splits: str) -> None:
+    inputs, _ = make_inputs(([1], [1], 0), topk=40, device=device)
+    inputs["topk_indices"].fill_(-1)
+    inputs["topk_indices"][0, [3, 35]] = 0
+    assert_equals_float64(inputs)
+
+
+@pytest.mark.parametrize("scale", [3e3, -3e3])
+def test_sparse_mla_kernel_of_large_scores_is_finite(
+    scale: float, device: str, splits: str
+) -> None:
+    inputs, _ = make_inputs(([2], [60], 0), topk=40, device=device)
+    inputs["scale"] = scale
+    out, lse = launch(**inputs)
+    assert out.isfinite().all()
+    torch.testing.assert_close(lse.double().cpu(), oracle(**inputs)[1], rtol=1e-5, atol=0)
+
+
+def test_sparse_mla_kernel_nan_key_reaches_only_rows_that_select_it(
+    device: str, splits: str
+) -> None:
+    """Whichever tile or split it is in, and when it is the only key of its row."""
+    inputs, batch = make_inputs(([1, 1, 1], [40, 40, 1], 0), topk=40, device=device)
+    expected = launch(**inputs)
+    block = batch.blocks[0][int(inputs["topk_indices"][0, 20]) // 4]
+    inputs["kv_cache"][block, int(inputs["topk_indices"][0, 20]) % 4] = math.nan
+    inputs["kv_cache"][batch.blocks[2][0], 0, -1] = math.nan
+    out, lse = launch(**inputs)
+    for row in (0, 2):
+        assert out[row].isnan().all()
+        assert lse[row].isnan().all()
+    assert_same_bits(out[1], expected[0][1])
+    assert_same_bits(lse[1], expected[1][1])
+
+
+def test_sparse_mla_kernel_padding_rows_are_written(device: str, splits: str) -> None:
+    inputs, _ = make_inputs(([2, 2], [6, 0], 3), topk=20, device=device)
+    inputs["topk_indices"][4:] = 0
+    inputs["q"][2:] = math.nan
+    out, lse = launch(**inputs)
+    assert (out[2:] == 0).all()
+    assert (lse[2:] == -math.inf).all()
+
+
+def test_sparse_mla_kernel_reads_strided_inputs(device: str, splits: str) -> None:
+    inputs, _ = make_inputs(([2, 1], [30, 11], 1), topk=20, device=device)
+    expected = launch(**inputs)
+    tokens = torch.cat([inputs["kv_cache"]] * 2, dim=2)[:, :, :HEAD_DIM]
+    for kv_cache in (strided_pool(inputs["kv_cache"]), tokens, heads_apart(inputs["kv_cache"])):
+        actual = launch(
+            inputs["q"].transpose(0, 2).contiguous().transpose(0, 2),
+            kv_cache,
+            inputs["topk_indices"].t().contiguous().t(),
+            inputs["block_table"].repeat_interleave(2, dim=0)[::2],
+            inputs["query_start_loc"].repeat_interleave(2)[::2],
+            SCALE,
+            LATENT_DIM,
+        )
+        for tensor, other in zip(actual, expected, strict=True):
+            assert_close(tensor, other)
+
+
+def test_sparse_mla_kernel_past_2_31_elements(device: str) -> None:
+    inputs, batch = make_inputs(([1], [7], 0), dtype=torch.bfloat16, device=device)
+    used = max(batch.blocks[0]) + 1
+    assert used > 1
+    inputs["kv_cache"] = huge_rows(inputs["kv_cache"][:used])
+    assert_equals_float64(inputs)
+
+
+def test_sparse_mla_kernel_past_2_31_elements_of_index_rows(device: str) -> None:
+    inputs, _ = make_inputs(([2, 1], [7, 3], 0), device=device)
+    inputs["topk_indices"] = huge_rows(inputs["topk_indices"], 2**30 + 64)
+    inputs["block_table"] = huge_rows(inputs["block_table"], 2**30 + 64)
+    assert_equals_float64(inputs)
+
+
+def test_sparse_mla_kernel_of_many_requests(device: str) -> None:
+    """More requests than one step of the search for a token's request looks at."""
+    query_lens = [1 if i in (0, 130, 259, 299) else 0 for i in range(300)]
+    inputs, _ = make_inputs((query_lens, [6 * n for n in query_lens], 1), device=device)
+    assert_equals_float64(inputs)
+
+
+@pytest.mark.parametrize("empty", ["topk", "heads", "blocks", "columns", "requests"])
+def test_sparse_mla_kernel_of_an_empty_dim(empty: str, device: str) -> None:
+    inputs, _ = make_inputs(([2], [5], 1), device=device)
+    if empty == "topk":
+        inputs["topk_indices"] = inputs["topk_indices"][:, :0]
+    elif empty == "heads":
+        inputs["q"] = inputs["q"][:, :0]
+    elif empty == "blocks":
+        inputs["kv_cache"] = inputs["kv_cache"][:0]
+    elif empty == "columns":
+        inputs["block_table"] = inputs["block_table"][:, :0]
+    else:
+        inputs["block_table"] = inputs["block_table"][:0]
+        inputs["query_start_loc"] = inputs["query_start_loc"][:1]
+    out, lse = launch(**inputs)
+    assert out.shape == (3, inputs["q"].shape[1], LATENT_DIM)
+    assert (out == 0).all()
+    assert (lse == -math.inf).all()
+
+
+def test_sparse_mla_splits_cover_every_column_once() -> None:
+    for topk in [0, 1, 15, 16, 17, 511, 512, 2048, 2049, 4096]:
+        for wanted in [0, 1, 2, 3, 5, 16, 33, 64, 132]:
+            for block_k in (16, 32, 64):
+                num_splits, split_size = sparse_mla_decode._splits(wanted, topk, block_k)
+                assert 1 <= num_splits <= max(1, min(64, wanted))
+                assert split_size % block_k == 0
+                assert (num_splits - 1) * split_size < max(1, topk) <= num_splits * split_size
+
+
+def model_inputs(
+    seed: int,
+    num_reqs: int = 5,
+    num_heads: int = 16,
+    topk: int = 2048,
+    dtype: torch.dtype = torch.bfloat16,
+    max_query_len: int = 4,
+) -> dict[str, Any]:
+    """DeepSeek-V3.2's sizes: rows longer and shorter than topk, -1 behind or between the indices,
+    padding requests and tokens; keys that no row may read are NaN."""
+    torch.manual_seed(seed)
+    block_size, columns, num_tokens = 64, 80, num_reqs * max_query_len
+    query_lens = torch.randint(1, max_query_len + 1, (num_reqs,))
+    query_lens[seed % num_reqs] = 0
+    starts = torch.cat([torch.zeros(1, dtype=torch.int64), query_lens.cumsum(0)])
+    seq_lens = torch.randint(max_query_len, columns * block_size, (num_reqs,))
+    seq_lens[(seed + 1) % num_reqs] = 300
+    kv_cache = nan_pool(num_reqs * columns + 3, block_size, 576, dtype=dtype, device="cuda")
+    table = torch.randperm(num_reqs * columns).view(num_reqs, columns)
+    indices = torch.full((num_tokens, topk), -1)
+    for request in range(num_reqs):
+        used = -(-int(seq_lens[request]) // block_size)
+        kv_cache[table[request, :used].cuda()] = torch.randn(
+            used, block_size, 576, device="cuda"
+        ).to(dtype)
+        table[request, used:] = 2**31 - 1
+        for token in range(int(starts[request]), int(starts[request + 1])):
+            chosen = torch.randperm(int(seq_lens[request]))[:topk]
+            where = torch.randperm(topk)[: len(chosen)] if token % 2 else slice(len(chosen))
+            indices[token, where] = chosen
+    return {
+        "q": torch.randn(num_tokens, num_heads, 576, device="cuda").to(dtype),
+        "kv_cache": kv_cache,
+        "topk_indices": indices.int().cuda(),
+        "block_table": table.int().cuda(),
+        "query_start_loc": starts.int().cuda(),
+        "scale": 576**-0.5,
+        "latent_dim": 512,
+    }
+
+
+def reference64(inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """The op's formula in float64 on the card, a token at a time."""
+    q, latent_dim = inputs["q"].double(), inputs["latent_dim"]
+    out = torch.zeros(*q.shape[:2], latent_dim, dtype=torch.float64, device="cuda")
+    lse = torch.full(q.shape[:2], -math.inf, dtype=torch.float64, device="cuda")
+    starts = inputs["query_start_loc"].tolist()
+    for request in range(len(starts) - 1):
+        for token in range(starts[request], starts[request + 1]):
+            index = inputs["topk_indices"][token].long()
+            index = index[index >= 0]
+            if index.numel():
+                blocks = inputs["block_table"][request][index // 64].long()
+                keys = inputs["kv_cache"][blocks, index % 64].double()
+                scores = inputs["scale"] * q[token] @ keys.T
+                lse[token] = scores.logsumexp(1)
+                out[token] = scores.softmax(1) @ keys[:, :latent_dim]
+    return out, lse
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_heads", [1, 8, 16, 24, 32, 64, 128])
+def test_sparse_mla_on_the_card_equals_float64(num_heads: int, dtype: torch.dtype) -> None:
+    for num_reqs in (1, 7, 60):
+        inputs = model_inputs(num_heads, num_reqs, num_heads, dtype=dtype)
+        for actual, expected in zip(launch(**inputs), reference64(inputs), strict=True):
+            assert_close(actual, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("topk", [1, 63, 512, 1000, 4096])
+def test_sparse_mla_on_the_card_of_each_topk(topk: int) -> None:
+    inputs = model_inputs(topk, topk=topk)
+    for actual, expected in zip(launch(**inputs), reference64(inputs), strict=True):
+        assert_close(actual, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_sparse_mla_on_the_card_is_as_close_as_the_reference_and_rounding(
+    dtype: torch.dtype,
+) -> None:
+    """Weights in half precision: their errors average out, so they stay under one rounding."""
+    inputs = model_inputs(3, 8, dtype=dtype)
+    exact, _ = reference64(inputs)
+    out, _ = launch(**inputs)
+    error = (out.double() - exact).abs().max()
+    rounding = (exact.to(dtype).double() - exact).abs().max()
+    assert error <= 2 * rounding + TOLERANCES[torch.float32][1]
+
+
+@pytest.mark.gpu
+def test_sparse_mla_on_the_card_equals_random_batches() -> None:
+    for _ in range(20):
+        assert_equals_float64(make_inputs(random_case(), device="cuda")[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("num_reqs", "num_heads"), [(1, 16), (5, 128), (100, 16)])
+def test_sparse_mla_replays(num_reqs: int, num_heads: int) -> None:
+    assert_replays(
+        ops.sparse_mla_decode, [model_inputs(seed, num_reqs, num_heads) for seed in range(3)]
+    )
