@@ -45,8 +45,10 @@ def find_run(
     query_start_loc_ptr, seq_lens_ptr, num_tokens, num_reqs, max_seq_len, min_keys,
     query_start_loc_stride, seq_lens_stride, TILE: tl.constexpr, BLOCK_REQUESTS: tl.constexpr,
 ):  # fmt: skip
-    """``request, passed, begin, end``: the run of this program is the work ``begin .. end - 1``, and
-    ``passed`` of it lies before its first request."""
+    """``request, passed, begin, end``: the run of this program is the work ``begin .. end - 1``.
+
+    It begins in ``request``, before which lies the work ``passed``.
+    """
     program = tl.program_id(0).to(tl.int64)
     programs = tl.num_programs(0)
     block = tl.arange(0, BLOCK_REQUESTS)

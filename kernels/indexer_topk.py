@@ -6,9 +6,10 @@
 
 A row is cut into chunks of CHUNK keys. A program reads a chunk once and holds it in registers: it
 finds the interval of keys that separates the topk largest and stores those, in order, behind one
-another. What all chunks of a row have kept is the row of the next level, until one chunk is left. Of equal keys a chunk keeps the lower positions, so no level
-drops a key that belongs in the result. How many levels there are follows from the shapes alone; a
-row that ends within its first chunk is finished in the first of them.
+another. What all chunks of a row have kept is the row of the next level, until one chunk is left.
+Of equal keys a chunk keeps the lower positions, so no level drops a key that belongs in the result.
+How many levels there are follows from the shapes alone; a row that ends within its first chunk is
+finished in the first of them.
 
 Layout:
     logits                        [num_tokens, width] fp32        any strides

@@ -27,6 +27,7 @@ import mtpgraph
 from mtpgraph import Batched, Static, ops
 
 BLOCK_SIZE = 64
+DEVICE = "cuda"
 WAYS = ("eager", "compile", "reduce-overhead", "mtpgraph")
 INPUTS = {
     "hidden": Batched(per="token"),
@@ -150,16 +151,16 @@ def make_caches(sizes: Sizes, count: int, num_blocks: int) -> list[tuple[Tensor,
     caches = []
     for _ in range(count):
         kv = torch.randn(
-            num_blocks, BLOCK_SIZE, sizes.latent + sizes.rope, device="cuda", dtype=torch.bfloat16
+            num_blocks, BLOCK_SIZE, sizes.latent + sizes.rope, device=DEVICE, dtype=torch.bfloat16
         )
         index = torch.empty(
-            num_blocks, BLOCK_SIZE * (sizes.index_dim + 4), device="cuda", dtype=torch.uint8
+            num_blocks, BLOCK_SIZE * (sizes.index_dim + 4), device=DEVICE, dtype=torch.uint8
         )
         for first in range(0, num_blocks * BLOCK_SIZE, 1 << 20):
             slots = torch.arange(
-                first, min(first + (1 << 20), num_blocks * BLOCK_SIZE), device="cuda"
+                first, min(first + (1 << 20), num_blocks * BLOCK_SIZE), device=DEVICE
             )
-            keys = torch.randn(len(slots), sizes.index_dim, device="cuda", dtype=torch.bfloat16)
+            keys = torch.randn(len(slots), sizes.index_dim, device=DEVICE, dtype=torch.bfloat16)
             ops.indexer_cache_write_(keys, slots, index)
         caches.append((kv, index))
     return caches
@@ -168,15 +169,15 @@ def make_caches(sizes: Sizes, count: int, num_blocks: int) -> list[tuple[Tensor,
 def make_batch(sizes: Sizes, num_reqs: int, next_n: int, context: int, width: int) -> list[Tensor]:
     """A uniform verify batch; every request has blocks of its own, permuted."""
     blocks = -(-context // BLOCK_SIZE)
-    table = torch.full((num_reqs, width), -1, dtype=torch.int32, device="cuda")
-    order = torch.randperm(num_reqs * blocks, device="cuda").view(num_reqs, blocks)
+    table = torch.full((num_reqs, width), -1, dtype=torch.int32, device=DEVICE)
+    order = torch.randperm(num_reqs * blocks, device=DEVICE).view(num_reqs, blocks)
     table[:, :blocks] = order
-    positions = torch.arange(context - next_n, context, device="cuda")
+    positions = torch.arange(context - next_n, context, device=DEVICE)
     slots = order[:, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
     return [
-        torch.randn(num_reqs * next_n, sizes.hidden, device="cuda", dtype=torch.bfloat16),
-        torch.arange(0, num_reqs * next_n + 1, next_n, device="cuda", dtype=torch.int32),
-        torch.full((num_reqs,), context, device="cuda", dtype=torch.int32),
+        torch.randn(num_reqs * next_n, sizes.hidden, device=DEVICE, dtype=torch.bfloat16),
+        torch.arange(0, num_reqs * next_n + 1, next_n, device=DEVICE, dtype=torch.int32),
+        torch.full((num_reqs,), context, device=DEVICE, dtype=torch.int32),
         table,
         slots.flatten(),
     ]
@@ -323,7 +324,7 @@ def run(args: argparse.Namespace) -> int:
     needed = max(n * c for n in args.batches for c in args.contexts if n * c <= args.max_tokens)
     rows = []
     with torch.no_grad():
-        model = Model(sizes).to("cuda", torch.bfloat16)
+        model = Model(sizes).to(DEVICE, torch.bfloat16)
         caches = make_caches(sizes, args.caches, needed // BLOCK_SIZE)
         for way in args.ways:
             for row in run_way(way, model, caches, args):
