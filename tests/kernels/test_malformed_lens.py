@@ -21,7 +21,7 @@ def launch_of(name: str) -> Callable[..., Any]:
     return importlib.import_module(f"mtpgraph.kernels.{name.removesuffix('_')}").launch
 
 
-@pytest.mark.parametrize("name", [name for name in RAGGED_OPS if not name.startswith("indexer")])
+@pytest.mark.parametrize("name", RAGGED_OPS)
 @each_starts
 def test_malformed_starts_leave_each_request_to_itself(
     name: str, starts: list[int], device: str
