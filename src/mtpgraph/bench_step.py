@@ -279,6 +279,7 @@ def run_way(way: str, model: Model, caches: Any, args: argparse.Namespace) -> It
             row["tokens_per_s"] = num_reqs * args.next_n / row["step_ms"] * 1e3
             yield row
     context = min(args.contexts)
+    torch.manual_seed(0)
     changing = [
         make_batch(model.sizes, n, args.next_n, context, width)
         for n in torch.randint(1, min(max(batches), 64) + 1, (args.changing,)).tolist()
