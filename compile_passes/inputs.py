@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .survey import Surveyor
+from .survey import Survey, Surveyor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,15 +84,14 @@ class Batch:
     Attributes:
         bound: the arguments as they came
         batched: those that grow, by name
-        tensors, generators: what lies in those that do not
+        surveys: what lies in those that do not
         requests, tokens: the size of the batch
         kind: equal for calls that one compilation can serve
     """
 
     bound: inspect.BoundArguments
     batched: dict[str, Tensor]
-    tensors: list[Tensor]
-    generators: list[torch.Generator]
+    surveys: list[Survey]
     requests: int
     tokens: int
     kind: Any
@@ -109,8 +108,7 @@ class Batch:
                 was not declared
         """
         batched: dict[str, Tensor] = {}
-        tensors: list[Tensor] = []
-        generators: list[torch.Generator] = []
+        surveys: list[Survey] = []
         kind: list[Any] = [torch.is_inference_mode_enabled(), _autocast()]
         counts: dict[str, tuple[int, str]] = {}
         for name, value in bound.arguments.items():
@@ -125,8 +123,7 @@ class Batch:
             else:
                 survey = surveyor.look(name, value)
                 kind.append((name, survey.structure))
-                tensors += survey.tensors
-                generators += survey.generators
+                surveys.append(survey)
                 if spec is None and survey.tensors:
                     raise ValueError(
                         f"inputs must declare {name!r}, which holds tensors, as Batched(dim, pad) "
@@ -139,7 +136,7 @@ class Batch:
         if "request" not in counts:
             counts["request"] = (-(-counts["token"][0] // next_n), counts["token"][1])
         requests, tokens = counts["request"][0], counts["token"][0]
-        return cls(bound, batched, tensors, generators, requests, tokens, tuple(kind))
+        return cls(bound, batched, surveys, requests, tokens, tuple(kind))
 
     def with_inputs(self, inputs: Mapping[str, Tensor]) -> inspect.BoundArguments:
         """The arguments with the batched ones replaced."""

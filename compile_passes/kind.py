@@ -2,7 +2,6 @@
 
 import dataclasses
 import operator
-from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
@@ -10,6 +9,7 @@ from torch import Tensor
 from .buffers import Buffers
 from .direct import DirectCall
 from .output_plan import OutputPlan
+from .survey import Survey
 
 
 class Shape(NamedTuple):
@@ -30,23 +30,31 @@ class Kind:
     """What calls of one kind share: all but the sizes of the batch and where the caches lie.
 
     Attributes:
-        tensors: caches and states of the last call
-        moves: how often they have moved
+        surveys: what lay in the arguments that do not grow, in the last call
+        moves: how often caches and states have moved
         plan: how outputs follow the batch
         buffers, direct: inputs and calls of each shape
     """
 
-    tensors: list[Tensor]
+    surveys: list[Survey]
     moves: int = 0
     plan: OutputPlan | None = None
     buffers: dict[Shape, Buffers] = dataclasses.field(default_factory=dict)
     direct: dict[Shape, DirectCall] = dataclasses.field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self._places = self._now()
 
-def same_places(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
-    if len(a) == len(b) and all(map(operator.is_, a, b)):
-        return True
-    return [_place(tensor) for tensor in a] == [_place(tensor) for tensor in b]
+    def moved(self, surveys: list[Survey]) -> bool:
+        """Take over the surveys of a call; true if a cache lies elsewhere than in the last."""
+        if all(map(operator.is_, self.surveys, surveys)):
+            return False
+        self.surveys = surveys
+        before, self._places = self._places, self._now()
+        return before != self._places
+
+    def _now(self) -> list[tuple[Any, ...]]:
+        return [_place(tensor) for survey in self.surveys for tensor in survey.tensors]
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:

@@ -19,7 +19,7 @@ from .buffers import Buffers
 from .capture import Graph, GraphTable, clone, device_of
 from .direct import DirectCall
 from .inputs import Batch, Batched, Static, check_specs
-from .kind import Kind, Shape, same_places, symbolic_shape
+from .kind import Kind, Shape, symbolic_shape
 from .options import Options
 from .output_plan import OutputPlan, check_outputs
 from .stats import Stats
@@ -145,9 +145,9 @@ class CompiledStep:
         batch = Batch.read(bound, self._specs, self._surveyor, self._options.next_n)
         kind = self._kinds.get(batch.kind)
         if kind is None:
-            kind = self._kinds[batch.kind] = Kind(batch.tensors)
-        elif not same_places(kind.tensors, batch.tensors):
-            kind.tensors, kind.moves = batch.tensors, kind.moves + 1
+            kind = self._kinds[batch.kind] = Kind(batch.surveys)
+        elif kind.moved(batch.surveys):
+            kind.moves += 1
             kind.direct.clear()
             if self._graphs is not None:
                 self._graphs.release(lambda key: key[0] is kind)
@@ -234,7 +234,7 @@ class CompiledStep:
             lambda: self._run(batch, kind, shape),
             # warm-up and recording run on padding: no cache or state may move on
             before=self._buffers_of(batch, kind, shape).blank,
-            generators=batch.generators,
+            generators=[g for survey in batch.surveys for g in survey.generators],
         )
 
     def _buffers_of(self, batch: Batch, kind: Kind, shape: Shape) -> Buffers:

@@ -257,6 +257,9 @@ def test_step_follows_caches_that_move(make: Callable[[list[Tensor]], Any]):
     assert second.sums[0].item() == 12
     first.sums[0] = torch.full((1,), 100.0)
     assert step(x, first).tolist() == [103, 103]
+    # the same tensor over other memory
+    first.sums[0].set_(torch.full((1,), 1000.0))
+    assert step(x, first).tolist() == [1003, 1003]
 
 
 def test_step_sees_parameters_updated_in_place():
