@@ -2,12 +2,19 @@
 
 import functools
 import hashlib
+import os
 import random
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import Tensor
+
+if not torch.cuda.is_available():
+    # Kernels then run in Triton's interpreter. Triton reads this when it is imported, its own
+    # library included, so it is set before anything can import it.
+    os.environ["TRITON_INTERPRET"] = "1"
+
 from torch._subclasses.fake_tensor import FakeTensor
 
 

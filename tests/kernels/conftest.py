@@ -1,16 +1,11 @@
 """Kernels run in Triton's interpreter where there is no card, and not at all without Triton."""
 
 import importlib.util
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    # Read when a kernel is decorated, so it is set before any test module imports one.
-    os.environ["TRITON_INTERPRET"] = "1"
 
 
 class _Skipped(pytest.Module):
