@@ -92,16 +92,6 @@ def size_expression(size: int | torch.SymInt) -> Any:
     return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
-def user_line(node: fx.Node) -> str | None:
-    """``file:line`` of the user's code that made this node."""
-    trace = node.meta.get("stack_trace") or node.stack_trace
-    lines = [line for line in (trace or "").splitlines() if line.strip().startswith("File ")]
-    if not lines:
-        return None
-    parts = lines[-1].strip().split('"')
-    return f"{parts[1]}:{parts[2].split('line ')[1].split(',')[0]}"
-
-
 def inductor(
     gm: fx.GraphModule, example_inputs: Sequence[Any], cache_key: bytes
 ) -> Callable[..., Any]:

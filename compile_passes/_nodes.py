@@ -218,15 +218,15 @@ def _parameters(function: Any) -> frozenset[str]:
         return frozenset()
 
 
-def steady(values: Any, until: fx.Node) -> bool:
+def steady(values: Any, since: fx.Node, until: fx.Node) -> bool:
     """Nothing that ``values`` are, or were computed from, is written while they are in use.
 
-    In use is from the first call that computes one of them up to ``until``. Two equal expressions
-    among them are then one value.
+    In use is from the first call that computes one of them, or from ``since`` where that comes
+    first, up to ``until``. Two equal expressions among them are then one value.
     """
     chain = upstream(values)
     sources = set().union(*map(storages, chain))
-    computed = [node for node in chain if node.op != "placeholder"]
+    computed = {since, *(node for node in chain if node.op != "placeholder")}
     in_use = False
     for node in until.graph.nodes:
         if node is until:

@@ -148,9 +148,6 @@ class GraphTable:
         self._moves: dict[Any, int] = {}
         self._given_up: set[Any] = set()
 
-    def __len__(self) -> int:
-        return len(self._graphs)
-
     def obtain(
         self,
         key: Any,

@@ -41,7 +41,9 @@ def _fuse(graph: fx.Graph, topk: fx.Node) -> bool:
         return False
     if isinstance(k, fx.Node) and not comes_before(graph, k, logits):
         return False
-    if not steady((row_lens, scored["query_start_loc"], scored["seq_lens"]), until=topk):
+    if not steady(
+        (row_lens, scored["query_start_loc"], scored["seq_lens"]), since=logits, until=topk
+    ):
         return False
     with graph.inserting_before(logits):
         select = graph.call_function(_ops.indexer_select.default, (*scored.values(), k))

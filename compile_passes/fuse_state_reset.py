@@ -69,6 +69,7 @@ def _fuse(reset: fx.Node) -> bool:
                 advanced["state_indices"],
                 advanced["query_start_loc"],
             ),
+            since=reset,
             until=update,
         )
         and not overlap(_read_beside(update, state), storages(advanced[state]))

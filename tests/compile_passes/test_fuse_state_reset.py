@@ -12,6 +12,7 @@ from .support import trace
 
 DIM, WIDTH, NEXT_N = 8, 3, 2
 SLOTS = 9
+DECAY = torch.tensor([-0.5, -1.5])
 TAPS = torch.linspace(-1, 1, DIM * WIDTH).view(DIM, WIDTH)
 KINDS = ["conv", "conv_slot_per_token", "ssm", "ssm_one_slot", "delta", "delta_one_slot"]
 
@@ -27,10 +28,9 @@ def update(kind: str, state: Tensor, x: Tensor, indices: Tensor, qsl: Tensor | N
         return ops.causal_conv1d_update_(state, x, TAPS, None, indices, qsl, **given)
     heads = x.unflatten(1, (2, 4))
     if kind.startswith("ssm"):
-        decay = torch.tensor([-0.5, -1.5])
         dt = heads.sum(-1)
         return ops.selective_state_update_(
-            state, heads, dt, decay, heads[:, :1], heads[:, 1:], indices, qsl, **given
+            state, heads, dt, DECAY, heads[:, :1], heads[:, 1:], indices, qsl, **given
         )
     gate = -heads.abs().float().sum(-1)
     beta = heads.sigmoid().float().sum(-1) / 4
@@ -342,4 +342,32 @@ def test_fuse_state_reset_masks_the_first_update_alone():
     assert probe.counts == {"fuse_state_reset": 1}
     for a, b in zip(result, expected, strict=True):
         assert_same_bits(a, b)
+    assert_same_bits(state, expected_state)
+
+
+@pytest.mark.parametrize("written", ["indices", "mask"])
+def test_fuse_state_reset_leaves_alone_inputs_written_between(written: str):
+    """Indices and a mask that are inputs are in use from the reset on: nothing computes them."""
+
+    def step(state, x, indices, old):
+        ops.reset_states_(state, indices, old)
+        if written == "indices":
+            indices.copy_(indices.flip(0))
+        else:
+            old.fill_(True)
+        heads = x.unflatten(1, (2, 4))
+        return ops.selective_state_update_(
+            state, heads, heads.sum(-1), DECAY, heads[:, :1], heads[:, 1:], indices
+        )
+
+    def inputs() -> tuple[Tensor, ...]:
+        indices = torch.tensor([0, 2, -1, 3, 6], dtype=torch.int32)
+        return x, indices, torch.tensor([False, True, True, True, False])
+
+    x, state = torch.randn(5, DIM), make_state("ssm")
+    expected_state = state.clone()
+    expected = step(expected_state, *inputs())
+    result, probe = trace(step, state, *inputs(), passes=[fuse_state_reset])
+    assert probe.counts == {"fuse_state_reset": 0}
+    torch.testing.assert_close(result, expected, rtol=0, atol=0, equal_nan=True)
     assert_same_bits(state, expected_state)
