@@ -1,8 +1,12 @@
 """Everything private of torch that this package touches, in one place."""
 
 import contextlib
+import os
+import re
+import sysconfig
 import types
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +19,16 @@ from torch.utils import _pytree as pytree
 
 # torch installs ``patch`` on its config modules when they are imported
 _symbolic_config: Any = _config
+
+# the line of a frame in a traceback
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+# frames in here are the user's last of all: our own and torch's, then installed libraries
+_OWN = (
+    str(Path(__file__).parent) + os.sep,
+    str(Path(__file__).parent.parent / "ops") + os.sep,
+    str(Path(torch.__file__).parent) + os.sep,
+)
+_INSTALLED = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib"))
 
 
 @contextlib.contextmanager
@@ -162,3 +176,17 @@ def _unwrap(function: Any) -> Any:
 def copy_meta(source: fx.Node, target: fx.Node) -> None:
     """A new node stands for an old one: the same fake result, the same line of the user's."""
     target.meta.update(source.meta)
+
+
+def user_frame(node: fx.Node) -> tuple[str, int]:
+    """File and line of the user's that a node comes from; empty and 0 where none was recorded.
+
+    The innermost frame outside of torch, of our ops and, if there is one, of installed packages.
+    """
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    own = [frame for frame in frames if not frame[0].startswith(_OWN)]
+    users = [frame for frame in own if not frame[0].startswith(_INSTALLED)]
+    for found in (users, own, frames):
+        if found:
+            return found[-1][0], int(found[-1][1])
+    return "", 0

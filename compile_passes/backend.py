@@ -67,7 +67,7 @@ def build(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -
     sizes = _graph_sizes(gm.graph)
     rewrites = manager(gm)
     run = _ENGINES[options.engine](gm, example_inputs, manager.uuid())
-    stats = Stats(graphs=1)
+    stats = Stats(graphs=1, findings=manager.findings)
     stats.rewrites.update(rewrites)
     return Artifact(run, in_place, maybe_in_place, sizes, stats)
 

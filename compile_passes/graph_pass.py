@@ -8,19 +8,27 @@ from pathlib import Path
 import torch
 from torch import fx
 
+from .report import Finding, collect
+
 GraphPass = Callable[[fx.Graph], int]
 """A function of a Dynamo-level graph that rewrites it in place and returns how often."""
 
 
 class PassManager:
-    """Run passes in order and count their rewrites."""
+    """Run passes in order, count their rewrites and keep what they note.
+
+    Attributes:
+        findings: what the passes noted about the last graph
+    """
 
     def __init__(self, passes: Iterable[GraphPass]) -> None:
         self.passes = tuple(passes)
+        self.findings: list[Finding] = []
 
     def __call__(self, gm: fx.GraphModule) -> dict[str, int]:
         """Rewrite ``gm`` in place; returns the number of rewrites by the name of the pass."""
-        counts = {graph_pass.__name__: graph_pass(gm.graph) for graph_pass in self.passes}
+        with collect() as self.findings:
+            counts = {graph_pass.__name__: graph_pass(gm.graph) for graph_pass in self.passes}
         if any(counts.values()):
             gm.graph.lint()
             gm.recompile()

@@ -4,6 +4,8 @@ import dataclasses
 from collections import Counter
 from typing import Any
 
+from .report import Finding
+
 
 @dataclasses.dataclass
 class Stats:
@@ -22,6 +24,7 @@ class Stats:
         calls: calls by the size they were padded to; ``None`` for exact sizes
         rewrites: rewrites by the name of the pass, over all compilations
         fallbacks: why a call ran without the CUDA graph it should have had
+        findings: what the passes noted about the user's lines, over all compilations
     """
 
     graphs: int = 0
@@ -36,6 +39,7 @@ class Stats:
     calls: Counter[int | None] = dataclasses.field(default_factory=Counter)
     rewrites: Counter[str] = dataclasses.field(default_factory=Counter)
     fallbacks: list[str] = dataclasses.field(default_factory=list)
+    findings: list[Finding] = dataclasses.field(default_factory=list)
 
     def merge(self, more: "Stats") -> None:
         """Add the counts of another."""
