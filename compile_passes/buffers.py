@@ -1,6 +1,6 @@
 """The inputs of a padded step at fixed addresses: a batch in front, padding behind it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -40,32 +40,73 @@ class Buffers:
                 self.tensors[name] = value.new_empty(sizes)
             if symbolic:
                 _compat.mark_dynamic(self.tensors[name], specs[name].dim)
+        # where an input goes in the fused launch, and where in copies of its own
+        self._fused = _fused_places(self.tensors, specs)
+        self._single = [place for place in range(len(like)) if place not in self._fused]
+        self._copy = self._fused_copy() if self._fused else None
+        self._names = list(like)
         # entries in front that may hold something else than padding
         self._used = {name: specs[name].length(requests, tokens) for name in like}
         self._fronts: list[Tensor] = []
-        self._counts: Sequence[int] | None = None
+        self._counts: tuple[int, int] | None = None
         self.blank()
 
     def blank(self) -> None:
         """Make everything padding."""
-        for name in self.tensors:
+        for name, buffer in self.tensors.items():
+            self._used[name] = buffer.shape[self._specs[name].dim]
             self._pad(name, 0)
         self._counts = None
 
-    def fill(self, values: Mapping[str, Tensor]) -> None:
-        """Copy a batch in. Nothing is read on the host but sizes."""
-        counts = [values[name].shape[self._specs[name].dim] for name in self.tensors]
-        if counts != self._counts:
-            self._counts = counts
-            self._fronts = []
-            for (name, buffer), count in zip(self.tensors.items(), counts, strict=True):
-                self._fronts.append(buffer.narrow(self._specs[name].dim, 0, count))
-                self._pad(name, count)
-        _compat.copy_all(self._fronts, [values[name] for name in self.tensors])
-        for (name, buffer), count in zip(self.tensors.items(), counts, strict=True):
+    def fill(self, values: Sequence[Tensor], requests: int, tokens: int) -> None:
+        """Copy a batch in. Nothing is read on the host but sizes.
+
+        Args:
+            values: one for each buffer, in order
+            requests, tokens: the size of the batch
+        """
+        if self._copy is not None:
+            # contiguous copies live until here, and the launch stands before what reuses them
+            fused = [values[place].contiguous() for place in self._fused]
+            self._copy([value.data_ptr() for value in fused], requests, tokens)
+        if self._single:
+            self._copy_singly([values[place] for place in self._single], requests, tokens)
+
+    def fronts(self, requests: int, tokens: int) -> dict[str, Tensor]:
+        """Where a batch lies in the buffers."""
+        return {
+            name: buffer.narrow(
+                self._specs[name].dim, 0, self._specs[name].length(requests, tokens)
+            )
+            for name, buffer in self.tensors.items()
+        }
+
+    def _fused_copy(self) -> Callable[..., None]:
+        from ..kernels.copy_inputs import InputCopy, Target
+
+        targets = []
+        for place, (name, buffer) in enumerate(self.tensors.items()):
             spec = self._specs[name]
-            if spec.pad == "last" and 0 < count < buffer.shape[spec.dim]:
-                rest = buffer.narrow(spec.dim, count, buffer.shape[spec.dim] - count)
+            if place in self._fused:
+                pad = None if spec.pad == "last" else spec.pad
+                targets.append(Target(buffer, spec.per == "token", spec.extra, pad))
+        return InputCopy(targets)
+
+    def _copy_singly(self, values: list[Tensor], requests: int, tokens: int) -> None:
+        names = [self._names[place] for place in self._single]
+        if self._counts != (requests, tokens):
+            self._counts = requests, tokens
+            self._fronts = []
+            for name in names:
+                count = self._specs[name].length(requests, tokens)
+                self._fronts.append(self.tensors[name].narrow(self._specs[name].dim, 0, count))
+                self._pad(name, count)
+        _compat.copy_all(self._fronts, values)
+        for name in names:
+            spec, buffer = self._specs[name], self.tensors[name]
+            count, size = spec.length(requests, tokens), buffer.shape[spec.dim]
+            if spec.pad == "last" and 0 < count < size:
+                rest = buffer.narrow(spec.dim, count, size - count)
                 rest.copy_(buffer.narrow(spec.dim, count - 1, 1).expand_as(rest))
 
     def _pad(self, name: str, count: int) -> None:
@@ -76,6 +117,16 @@ class Buffers:
             rest.fill_(0 if spec.pad == "last" else spec.pad)
         # what follows the last entry of one batch is not what follows that of another
         self._used[name] = self.tensors[name].shape[spec.dim] if spec.pad == "last" else count
+
+
+def _fused_places(tensors: Mapping[str, Tensor], specs: Mapping[str, Batched]) -> list[int]:
+    """Which buffers one launch fills: those of one GPU that lie entry after entry."""
+    devices = [tensor.device for tensor in tensors.values() if tensor.device.type == "cuda"]
+    return [
+        place
+        for place, (name, tensor) in enumerate(tensors.items())
+        if tensor.device in devices[:1] and specs[name].dim == 0 and tensor.element_size() <= 8
+    ]
 
 
 def _check_pad(name: str, pad: float | str, dtype: torch.dtype) -> None:

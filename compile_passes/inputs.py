@@ -86,6 +86,7 @@ class Batch:
         batched: those that grow, by name
         surveys: what lies in those that do not
         requests, tokens: the size of the batch
+        mode: inference mode and autocast
         kind: equal for calls that one compilation can serve
     """
 
@@ -94,6 +95,7 @@ class Batch:
     surveys: list[Survey]
     requests: int
     tokens: int
+    mode: Any
     kind: Any
 
     @classmethod
@@ -109,7 +111,8 @@ class Batch:
         """
         batched: dict[str, Tensor] = {}
         surveys: list[Survey] = []
-        kind: list[Any] = [torch.is_inference_mode_enabled(), _autocast()]
+        modes = mode()
+        kind: list[Any] = [modes]
         counts: dict[str, tuple[int, str]] = {}
         for name, value in bound.arguments.items():
             spec = specs.get(name)
@@ -136,7 +139,7 @@ class Batch:
         if "request" not in counts:
             counts["request"] = (-(-counts["token"][0] // next_n), counts["token"][1])
         requests, tokens = counts["request"][0], counts["token"][0]
-        return cls(bound, batched, surveys, requests, tokens, tuple(kind))
+        return cls(bound, batched, surveys, requests, tokens, modes, tuple(kind))
 
     def with_inputs(self, inputs: Mapping[str, Tensor]) -> inspect.BoundArguments:
         """The arguments with the batched ones replaced."""
@@ -144,10 +147,12 @@ class Batch:
         return inspect.BoundArguments(self.bound.signature, arguments)  # pyright: ignore[reportArgumentType]
 
 
-def _autocast() -> tuple[Any, ...]:
-    return tuple(
-        torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        for device in ("cpu", "cuda")
+def mode() -> tuple[Any, ...]:
+    """What of torch's state a compilation depends on: inference mode and autocast."""
+    return (
+        torch.is_inference_mode_enabled(),
+        torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None,
+        torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None,
     )
 
 

@@ -22,6 +22,7 @@ from .inputs import Batch, Batched, Static, check_specs
 from .kind import Kind, Shape, symbolic_shape
 from .options import Options
 from .output_plan import OutputPlan, check_outputs
+from .replay import Replay, Replays, Served
 from .stats import Stats
 from .survey import Surveyor
 
@@ -90,12 +91,17 @@ class CompiledStep:
         self._kinds: dict[Any, Kind] = {}
         self._graphs: GraphTable | None = None
         self._stats = Stats()
+        self._replays = Replays(self._signature, list(self._batched)) if self._names else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step on a batch of any size."""
-        with torch.no_grad():
-            if _compat.is_off():
+        if _compat.is_off():
+            with torch.no_grad():
                 return self._fn(*args, **kwargs)
+        found = self._replays.find(args, kwargs) if self._replays is not None else None
+        if found is not None and not self._is_capturing():
+            return self._replay(*found)
+        with torch.no_grad():
             batch, kind = self._read(args, kwargs)
             if batch.requests == batch.tokens == 0:
                 empty = self._plan(batch, kind).empty()
@@ -106,7 +112,7 @@ class CompiledStep:
             if size is None:
                 outputs = self._run_exact(batch, kind)
             else:
-                outputs = self._run_padded(batch, kind, self._shape_of(size))
+                outputs = self._run_padded(batch, kind, self._shape_of(size), size)
             return _compat.tree_map(clone, outputs) if self._options.clone_outputs else outputs
 
     def warm_up(self, *args: Any, **kwargs: Any) -> None:
@@ -125,6 +131,31 @@ class CompiledStep:
                     self._buffers_of(batch, kind, shape).blank()
                     self._run(batch, kind, shape)
 
+    def buffers(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Where the batched inputs of a call are read: written there, they need no copy.
+
+        Args:
+            *args, **kwargs: what a call takes; a batch of the size in question
+
+        Returns:
+            for each batched input, a tensor of its shape in front of the buffer of that size, to
+            be filled and given to the call. A batch of the next size overwrites nothing in it
+
+        Raises:
+            ValueError: the batch is above the largest size
+        """
+        with torch.no_grad():
+            batch, kind = self._read(args, kwargs)
+            size = self._size_of(batch)
+            if size is None:
+                raise ValueError(
+                    f"buffers are for at most {self._options.sizes[-1]} requests, got "
+                    f"{max(batch.requests, -(-batch.tokens // self._options.next_n))}"
+                )
+            return self._buffers_of(batch, kind, self._shape_of(size)).fronts(
+                batch.requests, batch.tokens
+            )
+
     def stats(self) -> Stats:
         """Counts so far, all compilations together."""
         total = Stats()
@@ -133,6 +164,18 @@ class CompiledStep:
             total.merge(artifact.stats)
         total.recompiles = len(self._artifacts) - len(self._planned)
         return total
+
+    def _replay(self, replay: Replay, args: Sequence[Any]) -> Any:
+        served = replay.served
+        self._stats.calls[served.size] += 1
+        self._stats.tokens += served.tokens
+        self._stats.padded_tokens += served.padding
+        self._stats.replays += 1
+        outputs = replay.run(args)
+        return _compat.tree_map(clone, outputs) if self._options.clone_outputs else outputs
+
+    def _is_capturing(self) -> bool:
+        return self._graphs is not None and self._graphs.device.is_capturing()
 
     def _read(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Batch, Kind]:
         if kwargs or len(args) != len(self._names):
@@ -149,6 +192,8 @@ class CompiledStep:
         elif kind.moved(batch.surveys):
             kind.moves += 1
             kind.direct.clear()
+            if self._replays is not None:
+                self._replays.clear()
             if self._graphs is not None:
                 self._graphs.release(lambda key: key[0] is kind)
         return batch, kind
@@ -165,25 +210,36 @@ class CompiledStep:
             return Shape(size, tokens, "static")
         return symbolic_shape(size, tokens)
 
-    def _run_padded(self, batch: Batch, kind: Kind, shape: Shape) -> Any:
+    def _run_padded(self, batch: Batch, kind: Kind, shape: Shape, size: int | None = None) -> Any:
+        padding = shape.tokens - batch.tokens
         self._stats.tokens += batch.tokens
-        self._stats.padded_tokens += shape.tokens - batch.tokens
+        self._stats.padded_tokens += padding
+        captures = self._stats.captures
         graph = self._graph(batch, kind, shape)
+        buffers = self._buffers_of(batch, kind, shape)
+        values = list(batch.batched.values())
         if graph is None and kind.plan is None and shape.code == "symbolic":
             # the first batch itself shows how outputs follow it
             self._stats.eager_calls += 1
-            self._buffers_of(batch, kind, shape).fill(batch.batched)
+            buffers.fill(values, batch.requests, batch.tokens)
             outputs = self._learn(batch, kind, shape)
             return self._plan(batch, kind).cut(outputs, batch.requests, batch.tokens)
         plan = self._plan(batch, kind)
-        self._buffers_of(batch, kind, shape).fill(batch.batched)
+        buffers.fill(values, batch.requests, batch.tokens)
         if graph is None:
             self._stats.eager_calls += 1
-            outputs = self._run(batch, kind, shape)
-        else:
-            self._stats.replays += 1
-            outputs = graph.replay()
-        return plan.cut(outputs, batch.requests, batch.tokens)
+            return plan.cut(self._run(batch, kind, shape), batch.requests, batch.tokens)
+        self._stats.replays += 1
+        results = graph.replay()
+        outputs = plan.cut(results, batch.requests, batch.tokens)
+        # a graph that was recorded just now may have moved, and counts as such
+        if self._replays is not None and size is not None and captures == self._stats.captures:
+            requests, tokens = batch.requests, batch.tokens
+            served = Served(
+                kind, size, padding, requests, tokens, graph, buffers, plan, results, outputs
+            )
+            self._replays.keep(batch, served)
+        return outputs
 
     def _run_exact(self, batch: Batch, kind: Kind) -> Any:
         """Run a batch above the largest size, without graph; such sizes are many and not kept."""

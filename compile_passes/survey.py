@@ -41,7 +41,7 @@ class Survey:
         )
 
     def _now(self) -> list[int]:
-        return [tensor.data_ptr() for tensor in self.tensors]
+        return list(map(Tensor.data_ptr, self.tensors))
 
     def _look(self, value: Any, inside: tuple[int, ...]) -> Any:
         kind = type(value)

@@ -2,6 +2,7 @@
 
 import gc
 import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -271,3 +272,69 @@ def test_gpu_ops_in_a_step_stay_on_the_device():
     graph.replay()
     assert row_lens.tolist() == [1, 2, 9, 0]
     assert row_requests.tolist() == [0, 0, 1, -1]
+
+
+def add_step(x: Tensor, lens: Tensor, ids: Tensor, cache: list[Tensor]) -> tuple[Tensor, Tensor]:
+    return x + cache[0] + lens[:, None], ids + 1
+
+
+def compile_add() -> mtpgraph.CompiledStep:
+    inputs = {"x": Batched(pad=float("nan")), "lens": Batched(), "ids": Batched(1), "cache": Static}
+    return mtpgraph.compile(add_step, inputs=inputs, sizes=[4, 8], engine="eager", strict=True)
+
+
+def add_inputs(num_reqs: int) -> list[Tensor]:
+    return [
+        torch.randn(num_reqs, 3, device="cuda"),
+        torch.randint(9, (num_reqs,), device="cuda", dtype=torch.int32),
+        torch.randint(9, (2, num_reqs), device="cuda"),
+    ]
+
+
+def test_gpu_replays_take_inputs_of_any_strides_and_dims():
+    step, cache = compile_add(), [torch.ones(1, device="cuda")]
+    for num_reqs in (3, 3, 3, 5, 5, 5, 3, 4, 1, 8, 8, 2):
+        x, lens, ids = add_inputs(num_reqs)
+        strided = [x.t().contiguous().t(), lens.repeat_interleave(2)[::2], ids.t().clone().t()]
+        for args in ([x, lens, ids], strided):
+            for actual, expected in zip(step(*args, cache), add_step(*args, cache), strict=True):
+                assert_same_bits(actual.contiguous(), expected.contiguous())
+    assert step.stats().captures == 2
+
+
+def test_gpu_inputs_in_their_place_are_not_copied():
+    step, cache = compile_add(), [torch.ones(1, device="cuda")]
+    for _ in range(3):
+        step(*add_inputs(3), cache)
+    place = step.buffers(*add_inputs(3), cache)
+    for value, new in zip(place.values(), add_inputs(3), strict=True):
+        value.copy_(new)
+    args = list(place.values())
+    expected = [value.clone() for value in add_step(*args, cache)]
+    for actual, want in zip(step(*args, cache), expected, strict=True):
+        assert_same_bits(actual, want)
+
+
+def test_gpu_replays_keep_no_input_and_no_cache_that_was_replaced():
+    step, cache = compile_add(), [torch.ones(1, device="cuda")]
+    args = add_inputs(3)
+    alive = [weakref.ref(value) for value in (*args, cache[0])]
+    for _ in range(3):
+        step(*args, cache)
+    del args
+    cache[0] = torch.ones(1, device="cuda")
+    for _ in range(3):
+        step(*add_inputs(3), cache)
+    gc.collect()
+    assert [ref() for ref in alive] == [None] * 4
+
+
+def test_gpu_replay_on_a_card_that_is_not_the_current_one():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two cards")
+    step, cache = compile_add(), [torch.ones(1, device="cuda:1")]
+    for _ in range(4):
+        args = [value.to("cuda:1") for value in add_inputs(3)]
+        for actual, want in zip(step(*args, cache), add_step(*args, cache), strict=True):
+            assert_same_bits(actual, want)
+    assert torch.cuda.current_device() == 0

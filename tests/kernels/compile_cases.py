@@ -40,6 +40,9 @@ class Case(NamedTuple):
 
 CASES: list[Case] = []
 
+# what a CUDA address looks like: an int that needs 64 bits
+ADDRESS = 1 << 46
+
 
 def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
@@ -84,6 +87,17 @@ CASES += [
             "kv": meta(17, 576, dtype=torch.bfloat16),
             "slot_mapping": meta(17, dtype=torch.int64),
             "kv_cache": meta(4096, 64, 576, dtype=torch.bfloat16),
+        },
+    ),
+    Case(
+        "copy_inputs",
+        "copy_inputs",
+        lambda: {
+            "table": meta(12, 7, dtype=torch.int64),
+            "requests": 37,
+            "tokens": 74,
+            "sources": (ADDRESS,) * 16,
+            "grid": (12, 16, 1),
         },
     ),
     *[
