@@ -50,8 +50,13 @@ def symbolic_batch(recompile_limit: int) -> Iterator[None]:
 
 def is_off() -> bool:
     """``torch.compile`` runs eager code just now: Dynamo is off, or the caller is being traced."""
+    return torch._dynamo.config.disable or is_suspended()
+
+
+def is_suspended() -> bool:
+    """``is_off`` for a time: by a stance, or since the caller is being traced."""
     stance = torch._dynamo.eval_frame._stance.stance
-    return torch._dynamo.config.disable or stance == "force_eager" or torch.compiler.is_compiling()
+    return stance == "force_eager" or torch.compiler.is_compiling()
 
 
 def mark_dynamic(tensor: Tensor, dim: int) -> None:

@@ -67,8 +67,10 @@ class Buffers:
         """
         if self._copy is not None:
             # contiguous copies live until here, and the launch stands before what reuses them
-            fused = [values[place].contiguous() for place in self._fused]
-            self._copy([value.data_ptr() for value in fused], requests, tokens)
+            fused = [values[place] for place in self._fused]
+            if not all(map(Tensor.is_contiguous, fused)):
+                fused = [value.contiguous() for value in fused]
+            self._copy(list(map(Tensor.data_ptr, fused)), requests, tokens)
         if self._single:
             self._copy_singly([values[place] for place in self._single], requests, tokens)
 

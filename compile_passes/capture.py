@@ -23,7 +23,13 @@ _RECAPTURE_LIMIT = 8
 
 
 class Graph(Protocol):
-    """A recorded run."""
+    """A recorded run.
+
+    Attributes:
+        num_bytes: device memory that it took
+    """
+
+    num_bytes: int
 
     def replay(self) -> Any:
         """Run again on the same addresses; returns the outputs, at the same addresses too."""
@@ -49,9 +55,10 @@ class GraphDevice(Protocol):
 class CudaGraph:
     """A ``torch.cuda.CUDAGraph`` and what it writes."""
 
-    def __init__(self, graph: "torch.cuda.CUDAGraph", outputs: Any) -> None:
+    def __init__(self, graph: "torch.cuda.CUDAGraph", outputs: Any, num_bytes: int) -> None:
         self._graph = graph
         self._outputs = outputs
+        self.num_bytes = num_bytes
 
     def replay(self) -> Any:
         self._graph.replay()
@@ -82,13 +89,14 @@ class CudaDevice:
         for generator in generators:
             if generator.device.type == "cuda":
                 graph.register_generator_state(generator)
+        free = torch.cuda.mem_get_info(self.device)[0]
         with (
             self._on_own_stream(),
             frozen_gc(),
             torch.cuda.graph(graph, pool=self._pool, stream=self._stream),
         ):
             outputs = run()
-        return CudaGraph(graph, outputs)
+        return CudaGraph(graph, outputs, free - torch.cuda.mem_get_info(self.device)[0])
 
     @contextlib.contextmanager
     def _on_own_stream(self) -> Iterator[None]:
@@ -155,6 +163,7 @@ class GraphTable:
         place: Any,
         run: Callable[[], Any],
         *,
+        size: int | None = None,
         before: Callable[[], None] | None = None,
         generators: Sequence[torch.Generator] = (),
     ) -> Graph | None:
@@ -165,6 +174,7 @@ class GraphTable:
             what: the same in words, for messages
             place: changes when a tensor that the graph uses by address has moved
             run: what to record
+            size: what it is padded to, in requests
             before: makes a run harmless; with it ``run`` is warmed up first
             generators: random generators that the run draws from, besides the default one
         """
@@ -194,6 +204,7 @@ class GraphTable:
         except Exception as error:
             return self._give_up(key, what, f"{type(error).__name__}: {error}", error)
         self._stats.captures += 1
+        self._stats.graph_bytes[size] += graph.num_bytes
         self._graphs[key] = graph, place
         return graph
 

@@ -61,7 +61,8 @@ class Replay:
         self._moves = served.kind.moves
         self._mode = batch.mode
         self._places = [names.index(name) for name in batch.batched]
-        self._likes = [(value.dtype, value.device) for value in batch.batched.values()]
+        self._dtypes = [value.dtype for value in batch.batched.values()]
+        self._devices = list(map(Tensor.get_device, batch.batched.values()))
         others = [place for place, name in enumerate(names) if name not in batch.batched]
         self._surveys = list(zip(others, batch.surveys, strict=True))
         # what a caller could change in a container is made anew for each call
@@ -75,10 +76,13 @@ class Replay:
 
     def fits(self, args: Sequence[Any]) -> bool:
         """These arguments, of the right shapes, are of this kind, over the same caches."""
-        for place, like in zip(self._places, self._likes, strict=True):
-            value = args[place]
-            if type(value) is not Tensor or (value.dtype, value.device) != like:
-                return False
+        values = [args[place] for place in self._places]
+        if (
+            any(type(value) is not Tensor for value in values)
+            or [value.dtype for value in values] != self._dtypes
+            or list(map(Tensor.get_device, values)) != self._devices
+        ):
+            return False
         if self.served.kind.moves != self._moves or mode() != self._mode:
             return False
         return all(survey.holds(args[place]) for place, survey in self._surveys)

@@ -16,6 +16,8 @@ class Stats:
         graph_breaks: places where a call left the graph, over all compilations
         recompiles: compilations beyond the planned ones
         captures: CUDA graphs captured
+        graph_bytes: device memory that captures took, by size; ``None`` where nothing is padded.
+            What later graphs share with earlier ones counts for the first
         recaptures: captures of a size again, because a tensor in use by address had moved
         replays: calls served by a CUDA graph
         eager_calls: calls served by compiled code without a CUDA graph
@@ -31,6 +33,7 @@ class Stats:
     graph_breaks: int = 0
     recompiles: int = 0
     captures: int = 0
+    graph_bytes: Counter[int | None] = dataclasses.field(default_factory=Counter)
     recaptures: int = 0
     replays: int = 0
     eager_calls: int = 0
@@ -53,6 +56,7 @@ class Stats:
     def asdict(self) -> dict[str, Any]:
         """A plain copy, ready for JSON."""
         values = dataclasses.asdict(self)
-        values["calls"] = {str(size): count for size, count in self.calls.items()}
+        for name in ("calls", "graph_bytes"):
+            values[name] = {str(size): count for size, count in getattr(self, name).items()}
         values["rewrites"] = dict(self.rewrites)
         return values

@@ -95,13 +95,13 @@ class CompiledStep:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step on a batch of any size."""
-        if _compat.is_off():
-            with torch.no_grad():
-                return self._fn(*args, **kwargs)
-        found = self._replays.find(args, kwargs) if self._replays is not None else None
-        if found is not None and not self._is_capturing():
-            return self._replay(*found)
+        if self._replays is not None and not _compat.is_suspended():
+            found = self._replays.find(args, kwargs)
+            if found is not None and not self._is_capturing():
+                return self._replay(*found)
         with torch.no_grad():
+            if _compat.is_off():
+                return self._fn(*args, **kwargs)
             batch, kind = self._read(args, kwargs)
             if batch.requests == batch.tokens == 0:
                 empty = self._plan(batch, kind).empty()
@@ -288,6 +288,7 @@ class CompiledStep:
             f"for {shape.requests} requests of {shape.tokens} tokens",
             kind.moves,
             lambda: self._run(batch, kind, shape),
+            size=shape.requests,
             # warm-up and recording run on padding: no cache or state may move on
             before=self._buffers_of(batch, kind, shape).blank,
             generators=[g for survey in batch.surveys for g in survey.generators],

@@ -2,6 +2,8 @@
 
 import functools
 import os
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -28,6 +30,24 @@ def num_sms(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).multi_processor_count
     return 132
+
+
+def bare_launch(
+    compiled: Any, grid: tuple[int, int, int], device: torch.device
+) -> Callable[..., None]:
+    """Launches a compiled kernel on the current stream, past the JIT's look at the arguments.
+
+    Call it with all arguments of the kernel, constants too; a pointer may be an int. Their types
+    are those of the launch that compiled it, and ``device`` is the current one.
+    """
+    run = functools.partial(compiled.run, *grid)
+    fixed = (compiled.function, compiled.packed_metadata, None, None, None)
+    stream_of = functools.partial(driver.active.get_current_stream, device.index)
+
+    def call(*args: Any) -> None:
+        run(stream_of(), *fixed, *args)
+
+    return call
 
 
 @triton.jit

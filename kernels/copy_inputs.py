@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._common import INTERPRETED
+from ._common import INTERPRETED, bare_launch
 
 BLOCK = 2048
 MAX_PROGRAMS = 128
@@ -148,18 +148,17 @@ class _Launch:
         self._grid = (len(targets), max(1, min(blocks, MAX_PROGRAMS)), 1)
         self._nowhere = self._table.data_ptr()
         self._unused = (self._nowhere,) * (MAX_INPUTS - len(targets))
-        self._compiled: Callable[..., Any] | None = None
+        self._compiled: Callable[..., None] | None = None
 
     def __call__(self, sources: Sequence[int], requests: int, tokens: int) -> None:
         # an empty tensor lies at 0, which would count as an int of 32 bits
         sources = [source or self._nowhere for source in sources]
         if self._compiled is not None:
-            self._compiled(self._table, requests, tokens, *sources, *self._unused, BLOCK)
+            self._compiled(self._nowhere, requests, tokens, *sources, *self._unused, BLOCK)
             return
         compiled = launch(self._table, requests, tokens, (*sources, *self._unused), self._grid)
         if not INTERPRETED:
-            # past the JIT's look at the arguments, whose types stay as they are
-            self._compiled = compiled[self._grid]
+            self._compiled = bare_launch(compiled, self._grid, self._table.device)
 
 
 def launch(

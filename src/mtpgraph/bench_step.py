@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from mtpgraph import Batched, Static, ops
 BLOCK_SIZE = 64
 DEVICE = "cuda"
 WAYS = ("eager", "compile", "reduce-overhead", "mtpgraph")
+WARM_UPS = ("mtpgraph", "reduce-overhead", "one compilation per size")
 INPUTS = {
     "hidden": Batched(per="token"),
     "query_start_loc": Batched(pad="last", extra=1),
@@ -183,7 +184,7 @@ def make_batch(sizes: Sizes, num_reqs: int, next_n: int, context: int, width: in
     ]
 
 
-def build(way: str, model: Model, batches: list[int], next_n: int) -> Any:
+def build(way: str, model: Model, batches: Sequence[int], next_n: int) -> Any:
     """The step as one of ``WAYS``."""
     if way == "eager":
         return model
@@ -238,17 +239,24 @@ def recompiles() -> int:
     return counters["stats"]["unique_graphs"]
 
 
-def run_way(way: str, model: Model, caches: Any, args: argparse.Namespace) -> Iterator[dict]:
-    """Rows of one way at one query length: each batch size, then a run of changing sizes."""
+def forget() -> None:
+    """Compiled code and graphs of the way before."""
     torch._dynamo.reset()
     gc.collect()
     torch.cuda.empty_cache()
+
+
+def run_way(
+    way: str, next_n: int, model: Model, caches: Any, args: argparse.Namespace
+) -> Iterator[dict]:
+    """Rows of one way at one query length: each batch size, then a run of changing sizes."""
+    forget()
     batches = sorted(args.batches)
     width = -(-max(args.contexts) // BLOCK_SIZE)
     reserved, graphs = torch.cuda.memory_reserved(), recompiles()
     started = time.perf_counter()
-    step = build(way, model, batches, args.next_n)
-    first = make_batch(model.sizes, batches[0], args.next_n, min(args.contexts), width)
+    step = build(way, model, batches, next_n)
+    first = make_batch(model.sizes, batches[0], next_n, min(args.contexts), width)
     if way == "mtpgraph":
         step.warm_up(*first, caches)
     else:
@@ -257,7 +265,7 @@ def run_way(way: str, model: Model, caches: Any, args: argparse.Namespace) -> It
     torch.cuda.synchronize()
     common = {
         "way": way,
-        "next_n": args.next_n,
+        "next_n": next_n,
         "layers": args.layers,
         "warm_up_s": time.perf_counter() - started,
         "memory_mib": (torch.cuda.memory_reserved() - reserved) / 2**20,
@@ -266,7 +274,7 @@ def run_way(way: str, model: Model, caches: Any, args: argparse.Namespace) -> It
         for context in args.contexts:
             if num_reqs * context > args.max_tokens:
                 continue
-            batch = make_batch(model.sizes, num_reqs, args.next_n, context, width)
+            batch = make_batch(model.sizes, num_reqs, next_n, context, width)
 
             def call(batch: list[Tensor] = batch) -> Any:
                 return step(*batch, caches)
@@ -276,12 +284,12 @@ def run_way(way: str, model: Model, caches: Any, args: argparse.Namespace) -> It
             row = common | {"batch": num_reqs, "context": context}
             row |= measure(call, args.rounds, args.calls)
             row["kernel_ms"] = kernel_ms(call)
-            row["tokens_per_s"] = num_reqs * args.next_n / row["step_ms"] * 1e3
+            row["tokens_per_s"] = num_reqs * next_n / row["step_ms"] * 1e3
             yield row
     context = min(args.contexts)
     torch.manual_seed(0)
     changing = [
-        make_batch(model.sizes, n, args.next_n, context, width)
+        make_batch(model.sizes, n, next_n, context, width)
         for n in torch.randint(1, min(max(batches), 64) + 1, (args.changing,)).tolist()
     ]
     torch.cuda.synchronize()
@@ -298,17 +306,68 @@ def run_way(way: str, model: Model, caches: Any, args: argparse.Namespace) -> It
     yield row
 
 
+def run_warm_up(way: str, model: Model, caches: Any, args: argparse.Namespace) -> dict[str, Any]:
+    """Until every size of a table runs as fast as it ever will: seconds, and memory it takes.
+
+    Every way meets every size twice. One compilation per size is measured on the first few sizes.
+    """
+    forget()
+    sizes: Sequence[int] = mtpgraph.Options().sizes
+    if way == "one compilation per size":
+        sizes = sizes[: args.static_sizes]
+    next_n, context = args.next_n[0], min(args.contexts)
+    width = -(-context // BLOCK_SIZE)
+    blocks = caches[0][0].shape[0]
+    free, graphs = torch.cuda.mem_get_info()[0], recompiles()
+    started = time.perf_counter()
+    row: dict[str, Any] = {"warm_up_of": way, "sizes": len(sizes), "next_n": next_n}
+    if way == "reduce-overhead":
+        step = build(way, model, sizes, next_n)
+    else:
+        options = {"specialize": sizes} if way == "one compilation per size" else {}
+        step = mtpgraph.compile(model.forward, inputs=INPUTS, sizes=sizes, next_n=next_n, **options)
+    for size in reversed(sizes):
+        # contents do not matter, only that the blocks exist
+        fitting = min(context, blocks // size * BLOCK_SIZE)
+        batch = make_batch(model.sizes, size, next_n, fitting, width)
+        for _ in range(2):
+            step(*batch, caches)
+    torch.cuda.synchronize()
+    row |= {
+        "warm_up_s": time.perf_counter() - started,
+        "graphs": recompiles() - graphs,
+        "memory_mib": (free - torch.cuda.mem_get_info()[0]) / 2**20,
+        "layers": args.layers,
+    }
+    if way != "reduce-overhead":
+        stats = step.stats()
+        row |= {
+            "captures": stats.captures,
+            "recompiles": stats.recompiles,
+            "graph_mib": {str(size): n / 2**20 for size, n in stats.graph_bytes.items()},
+        }
+    return row
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of ``mtpgraph bench step``."""
     parser.add_argument("--layers", type=int, default=61)
     parser.add_argument("--caches", type=int, default=2, help="sets of caches that layers share")
-    parser.add_argument("--next-n", type=int, default=2, help="1 + speculative tokens")
+    parser.add_argument(
+        "--next-n", type=int, nargs="+", default=[2, 4], help="1 + speculative tokens"
+    )
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64, 256])
     parser.add_argument("--contexts", type=int, nargs="+", default=[4096, 32768])
     parser.add_argument("--max-tokens", type=int, default=1 << 21, help="cache size in tokens")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--calls", type=int, default=10)
+    parser.add_argument(
+        "--warm-ups", nargs="*", choices=WARM_UPS, default=[], help="warm-ups of the default sizes"
+    )
+    parser.add_argument(
+        "--static-sizes", type=int, default=3, help="how many of them are compiled one by one"
+    )
     parser.add_argument("--changing", type=int, default=200, help="steps of changing batch size")
     parser.add_argument("--out", type=Path, default=None, help="JSON lines to append to")
     parser.add_argument("--commit", default=_commit(), help="what is measured, for the JSON lines")
@@ -323,22 +382,30 @@ def run(args: argparse.Namespace) -> int:
     sizes = Sizes(layers=args.layers)
     args.batches = [n for n in args.batches if n * min(args.contexts) <= args.max_tokens]
     needed = max(n * c for n in args.batches for c in args.contexts if n * c <= args.max_tokens)
-    rows = []
     with torch.no_grad():
         model = Model(sizes).to(DEVICE, torch.bfloat16)
         caches = make_caches(sizes, args.caches, needed // BLOCK_SIZE)
-        for way in args.ways:
-            for row in run_way(way, model, caches, args):
-                rows.append(row | _versions() | {"commit": args.commit})
-                print(_line(row), flush=True)
-                if args.out is not None:
-                    with args.out.open("a") as file:
-                        file.write(json.dumps(rows[-1]) + "\n")
+        for next_n in args.next_n:
+            for way in args.ways:
+                for row in run_way(way, next_n, model, caches, args):
+                    _keep(row, args)
+        for way in args.warm_ups:
+            _keep(run_warm_up(way, model, caches, args), args)
     return 0
 
 
+def _keep(row: dict[str, Any], args: argparse.Namespace) -> None:
+    print(_line(row), flush=True)
+    if args.out is not None:
+        with args.out.open("a") as file:
+            file.write(json.dumps(row | _versions() | {"commit": args.commit}) + "\n")
+
+
 def _line(row: dict[str, Any]) -> str:
-    parts = [f"{row['way']:16} n {row['next_n']} B {row['batch']!s:8} ctx {row['context']:6}"]
+    if "warm_up_of" in row:
+        parts = [f"warm-up of {row['sizes']} sizes, {row['warm_up_of']}:"]
+    else:
+        parts = [f"{row['way']:16} n {row['next_n']} B {row['batch']!s:8} ctx {row['context']:6}"]
     parts += [
         f"{name} {row[name]:.3f}"
         for name in ("step_ms", "host_ms", "kernel_ms", "warm_up_s", "memory_mib")

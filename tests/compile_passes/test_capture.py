@@ -23,6 +23,8 @@ from .support import INPUTS, NEXT_N, Stream, copy_pools, hybrid_step, make_pools
 class PretendedGraph:
     """Runs the recorded code again, and keeps its outputs at one place as a real graph does."""
 
+    num_bytes = 100
+
     def __init__(self, run: Callable[[], Any]) -> None:
         self.run = run
         self.outputs: list[Tensor] | None = None
