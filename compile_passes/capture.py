@@ -89,6 +89,8 @@ class CudaDevice:
         for generator in generators:
             if generator.device.type == "cuda":
                 graph.register_generator_state(generator)
+        # recording gives back what the allocator has spare; that is not the graph's
+        torch.cuda.empty_cache()
         free = torch.cuda.mem_get_info(self.device)[0]
         with (
             self._on_own_stream(),
@@ -124,7 +126,10 @@ def device_of(values: Sequence[Any]) -> GraphDevice | None:
 
 @contextlib.contextmanager
 def frozen_gc() -> Iterator[None]:
-    """No garbage collection inside: freeing a kernel or a tensor would spoil the recording."""
+    """No garbage collection inside: freeing a kernel or a tensor would spoil the recording.
+
+    Collects once on entry. Inside of another one that is quick, for what was there is frozen.
+    """
     enabled = gc.isenabled()
     # what a service froze itself is not ours to thaw
     freezes = gc.get_freeze_count() == 0

@@ -7,6 +7,7 @@ comparison of its arguments, one copy into the buffers, and one launch.
 
 import dataclasses
 import inspect
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ from .capture import Graph
 from .inputs import Batch, mode
 from .kind import Kind
 from .output_plan import OutputPlan
+
+_DTYPE = operator.attrgetter("dtype")
 
 # of one batch size, with other constants or caches
 _KEPT_EACH = 4
@@ -61,7 +64,8 @@ class Replay:
         self._moves = served.kind.moves
         self._mode = batch.mode
         self._places = [names.index(name) for name in batch.batched]
-        self._dtypes = [value.dtype for value in batch.batched.values()]
+        self._types = [Tensor] * len(batch.batched)
+        self._dtypes = list(map(_DTYPE, batch.batched.values()))
         self._devices = list(map(Tensor.get_device, batch.batched.values()))
         others = [place for place, name in enumerate(names) if name not in batch.batched]
         self._surveys = list(zip(others, batch.surveys, strict=True))
@@ -78,14 +82,14 @@ class Replay:
         """These arguments, of the right shapes, are of this kind, over the same caches."""
         values = [args[place] for place in self._places]
         if (
-            any(type(value) is not Tensor for value in values)
-            or [value.dtype for value in values] != self._dtypes
+            list(map(type, values)) != self._types
+            or list(map(_DTYPE, values)) != self._dtypes
             or list(map(Tensor.get_device, values)) != self._devices
+            or self.served.kind.moves != self._moves
+            or mode() != self._mode
         ):
             return False
-        if self.served.kind.moves != self._moves or mode() != self._mode:
-            return False
-        return all(survey.holds(args[place]) for place, survey in self._surveys)
+        return all([survey.holds(args[place]) for place, survey in self._surveys])
 
     def run(self, args: Sequence[Any]) -> Any:
         """Fill the buffers, replay, cut."""

@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from . import _compat
 from .backend import Artifact, build
 from .buffers import Buffers
-from .capture import Graph, GraphTable, clone, device_of
+from .capture import Graph, GraphTable, clone, device_of, frozen_gc
 from .direct import DirectCall
 from .inputs import Batch, Batched, Static, check_specs
 from .kind import Kind, Shape, symbolic_shape
@@ -125,11 +125,12 @@ class CompiledStep:
         with torch.no_grad():
             batch, kind = self._read(args, kwargs)
             self._plan(batch, kind)
-            for size in reversed(self._options.sizes):
-                shape = self._shape_of(size)
-                if self._graph(batch, kind, shape) is None:
-                    self._buffers_of(batch, kind, shape).blank()
-                    self._run(batch, kind, shape)
+            with frozen_gc():
+                for size in reversed(self._options.sizes):
+                    shape = self._shape_of(size)
+                    if self._graph(batch, kind, shape) is None:
+                        self._buffers_of(batch, kind, shape).blank()
+                        self._run(batch, kind, shape)
 
     def buffers(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Where the batched inputs of a call are read: written there, they need no copy.

@@ -46,7 +46,9 @@ MAX_BLOCK_D = 128
 BLOCK_REQUESTS = 256
 BLOCK_COLUMNS = 1024
 SPAN = 8
-MAX_ROWS = 4
+MAX_ROWS = 8
+FEW_ROWS = 4
+L2_BYTES = 50 << 20
 MAX_HOISTED_BYTES = 64 << 10
 NUM_WARPS = 8
 MAX_REGISTERS = 128
@@ -315,7 +317,7 @@ def score_keys(
     block_h = min(MAX_BLOCK_H, max(16, triton.next_power_of_2(num_heads)))
     block_d = min(MAX_BLOCK_D, max(32, triton.next_power_of_2(head_dim)))
     padded_heads = max(1, triton.cdiv(num_heads, block_h)) * block_h
-    hoisted_rows = _hoisted_rows(q, num_reqs, padded_heads * block_d)
+    hoisted_rows = _hoisted_rows(q, num_reqs, max_seq_len, padded_heads * block_d)
     # Loads are buffered in shared memory: too much of it for operands of which one row is too much.
     pipelined = head_dim <= block_d and (hoisted_rows > 0 or q.itemsize < 4)
     spans = 1 if row_lens is not None else triton.cdiv(max_seq_len, BLOCK_COLUMNS)
@@ -346,17 +348,23 @@ def _operand_dtype(q: Tensor) -> tl.dtype:
     return tl.float16 if q.dtype == torch.float16 else tl.bfloat16
 
 
-def _hoisted_rows(q: Tensor, num_reqs: int, padded_size: int) -> int:
+def _hoisted_rows(q: Tensor, num_reqs: int, max_seq_len: int, padded_size: int) -> int:
     """How many rows of a request go together, with their queries in shared memory.
 
     0 where one row is too much, or tensor cores take both operands from registers. Each number of
-    rows is a loop of its own to compile: 1 for single tokens, and where speed is no concern.
+    rows is a loop of its own to compile, and many rows leave few registers to each: so 1 for single
+    tokens and where speed is no concern, and more than FEW_ROWS only for requests of more, whose
+    keys would otherwise come from memory a second time, the L2 being too small for them.
     """
     if INTERPRETED:
-        return MAX_ROWS
+        return FEW_ROWS
     if capability(q.device) // 10 not in (9, 10):
         return 0
     operands = 3 if q.dtype == torch.float32 else 1
     row_bytes = padded_size * operands * _operand_dtype(q).primitive_bitwidth // 8
-    single = q.shape[0] <= num_reqs or q.shape[2] not in (64, 128)
-    return min(1 if single else MAX_ROWS, MAX_HOISTED_BYTES // row_bytes)
+    if q.shape[0] <= num_reqs or q.shape[2] not in (64, 128):
+        rows = 1
+    else:
+        many = q.shape[0] > FEW_ROWS * num_reqs
+        rows = MAX_ROWS if many and num_reqs * max_seq_len * q.shape[2] > L2_BYTES else FEW_ROWS
+    return min(rows, MAX_HOISTED_BYTES // row_bytes)

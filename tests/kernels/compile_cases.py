@@ -334,7 +334,19 @@ CASES += [
 ]
 
 CASES += [
-    Case("indexer_select", "indexer_select", lambda: {**index_inputs(torch.bfloat16), "topk": 2048})
+    Case(
+        "indexer_logits, eight rows at once",
+        "indexer_logits",
+        lambda: {
+            **index_inputs(torch.float8_e4m3fn, 64, 128, 64, 64),
+            "block_table": int32(8, 1 << 16),
+            "max_seq_len": 1 << 20,
+        },
+        archs=(90,),
+    ),
+    Case(
+        "indexer_select", "indexer_select", lambda: {**index_inputs(torch.bfloat16), "topk": 2048}
+    ),
 ]
 
 

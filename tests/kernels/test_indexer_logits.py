@@ -311,6 +311,19 @@ def test_logits_on_the_card_of_other_sizes(num_heads: int, head_dim: int, block_
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16], ids=str)
+def test_logits_on_the_card_of_many_rows_at_once(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the keys are too many for the L2, up to eight rows go through them together."""
+    inputs = card_inputs([5, 8, 6, 1, 7, 11], 900, dtype=dtype)
+    expected = launch(**inputs)
+    monkeypatch.setattr(indexer_logits, "L2_BYTES", 0)
+    assert_same_bits(launch(**inputs), expected)
+    assert_scores(inputs, error_on_the_card(dtype))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_logits_on_the_card_of_a_row_do_not_depend_on_its_batch(dtype: torch.dtype) -> None:
     assert_rows_equal_alone(card_inputs([1, 4, 0, 7, 2], 700, dtype=dtype))
