@@ -104,6 +104,27 @@ def test_fuse_select_after_lens_were_advanced_in_place():
     assert torch.equal(result, expected)
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_fuse_select_in_each_draft_step(dynamic: bool):
+    """A step may go on with lengths of its own in place: each select reads its own."""
+
+    def step(q, weights, cache, table, qsl, lens):
+        lens = lens.clone()
+        chosen = []
+        for _ in range(3):
+            row_lens, _ = ops.flatten_decode(qsl, lens, q.shape[0])
+            logits = ops.indexer_logits(q, weights, cache, table[:], qsl.view(-1), lens, 12)
+            chosen.append(ops.indexer_topk(logits, row_lens.contiguous(), TOPK))
+            lens.sub_(1)
+        return torch.stack(chosen)
+
+    inputs = make_inputs(ragged_batch(), torch.float32)
+    expected = step(*inputs)
+    result, probe = trace(step, *inputs, passes=[fuse_select], dynamic=dynamic)
+    assert probe.counts == {"fuse_select": 3}
+    assert torch.equal(result, expected)
+
+
 def test_fuse_select_reads_the_cache_where_the_logits_did():
     def step(q, weights, cache, table, qsl, lens):
         row_lens, _ = ops.flatten_decode(qsl, lens, q.shape[0])
@@ -136,7 +157,7 @@ def test_fuse_select_of_every_layer():
 def logits_used_twice(q, weights, cache, table, qsl, lens):
     row_lens, _ = ops.flatten_decode(qsl, lens, q.shape[0])
     logits = ops.indexer_logits(q, weights, cache, table, qsl, lens, 12)
-    return ops.indexer_topk(logits, row_lens, TOPK), logits
+    return ops.indexer_topk(logits, row_lens, TOPK), logits.sum(1)
 
 
 def other_row_lens(q, weights, cache, table, qsl, lens):
@@ -230,31 +251,54 @@ def logits_changed_in_place(q, weights, cache, table, qsl, lens):
     return ops.indexer_topk(logits, row_lens, TOPK)
 
 
-@pytest.mark.parametrize(
-    "near_miss",
-    [
-        logits_used_twice,
-        other_row_lens,
-        shortened_row_lens,
-        row_lens_of_other_lens,
-        row_requests_for_row_lens,
-        lens_written_between,
-        lens_written_through_a_view,
-        lens_written_before_the_row_lens,
-        row_lens_written_in_place,
-        row_lens_written_after_the_logits,
-        lens_computed_anew_after_a_write,
-        lens_written_through_out,
-        logits_changed_before_topk,
-        logits_changed_in_place,
-    ],
-)
+def logits_returned_beside(q, weights, cache, table, qsl, lens):
+    row_lens, _ = ops.flatten_decode(qsl, lens, q.shape[0])
+    logits = ops.indexer_logits(q, weights, cache, table, qsl, lens, 12)
+    return ops.indexer_topk(logits, row_lens, TOPK), logits
+
+
+NOT_ROW_LENS = "row_lens is not the first result of flatten_decode"
+NEAR_MISSES = {
+    logits_used_twice: "the logits are also used by .sum()",
+    logits_returned_beside: "the logits are also used by what the step returns",
+    logits_changed_in_place: "the logits are also used by setitem",
+    logits_changed_before_topk: "the logits are changed by neg",
+    other_row_lens: NOT_ROW_LENS,
+    shortened_row_lens: NOT_ROW_LENS,
+    row_lens_of_other_lens: NOT_ROW_LENS,
+    row_requests_for_row_lens: NOT_ROW_LENS,
+    lens_written_between: ".sub_() in line",
+    lens_written_through_a_view: "setitem in line",
+    lens_written_before_the_row_lens: ".sub_() in line",
+    row_lens_written_in_place: ".clamp_() in line",
+    row_lens_written_after_the_logits: "setitem in line",
+    lens_computed_anew_after_a_write: ".sub_() in line",
+    lens_written_through_out: "aten.relu in line",
+}
+
+
+@pytest.mark.parametrize("near_miss", NEAR_MISSES)
 def test_fuse_select_leaves_alone(near_miss: Callable[..., Tensor]):
     inputs = make_inputs(ragged_batch(), torch.float32)
     expected = near_miss(*inputs)
     result, probe = trace(near_miss, *inputs, passes=[fuse_select])
     assert probe.counts == {"fuse_select": 0}
     torch.testing.assert_close(result, expected, rtol=0, atol=0)
+    (finding,) = probe.manager.findings
+    assert (finding.kind, finding.found_by) == ("left alone", "fuse_select")
+    assert NEAR_MISSES[near_miss] in finding.reason
+    assert finding.remedy
+    assert "ops.indexer_topk" in finding.code
+
+
+def test_fuse_select_says_nothing_of_a_topk_of_other_scores():
+    def step(q, weights, cache, table, qsl, lens):
+        row_lens, _ = ops.flatten_decode(qsl, lens, q.shape[0])
+        return ops.indexer_topk(q[:, 0].float() @ torch.ones(HEAD_DIM, 12), row_lens, TOPK)
+
+    _, probe = trace(step, *make_inputs(ragged_batch(), torch.float32), passes=[fuse_select])
+    assert probe.counts == {"fuse_select": 0}
+    assert probe.manager.findings == []
 
 
 def test_fuse_select_leaves_alone_topk_known_only_after_the_logits():
@@ -272,4 +316,6 @@ def test_fuse_select_leaves_alone_topk_known_only_after_the_logits():
     ]
     assert len(after) == 1, "the size must be computed in the graph for this to be a near miss"
     assert probe.counts == {"fuse_select": 0}
+    (finding,) = probe.manager.findings
+    assert finding.reason == "topk is computed after the logits"
     assert torch.equal(result, step(*inputs))
