@@ -1,6 +1,7 @@
 """``mtpgraph demo``: the example decoder on real text, speculative against plain decoding."""
 
 import argparse
+import itertools
 import json
 import sys
 import time
@@ -10,6 +11,7 @@ import torch
 
 import mtpgraph
 
+from .config import Config
 from .data import held_out_requests
 from .decoder import Decoder
 from .model import Model, load
@@ -92,6 +94,41 @@ def compile_step(model: Model, **options: Any) -> "mtpgraph.CompiledStep":
         },
         **options,
     )
+
+
+def make_step() -> tuple["mtpgraph.CompiledStep", tuple[Any, ...]]:
+    """The compiled step and a batch: three verify rows, a short new request, a padding request.
+
+    For ``mtpgraph explain mtpgraph.example.demo:make_step``. The weights are random: what a step
+    compiles to does not depend on them.
+    """
+    model = Model(Config()).requires_grad_(False).eval()
+    next_n = model.config.next_n
+    decoder = Decoder(model, max_reqs=8, fill=0.0)
+    size = decoder.block_size
+    query_lens, seq_lens = [next_n, next_n, next_n, 2, 0], [130, 61, 17, 2, 0]
+    block_table = torch.full((len(seq_lens), decoder.max_blocks), -1, dtype=torch.int32)
+    slot_mapping = []
+    for r, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
+        # room for the drafts behind the row
+        blocks = decoder.blocks.take(-(-(seq_len + next_n) // size) if seq_len else 0)
+        block_table[r, : len(blocks)] = torch.tensor(blocks)
+        places = range(seq_len - query_len, seq_len)
+        slot_mapping += [blocks[i // size] * size + i % size for i in places]
+    starts = [0, *itertools.accumulate(query_lens)]
+    tokens = torch.arange(starts[-1])
+    slots = [decoder.slots.take(next_n) if n else [-1] * next_n for n in seq_lens]
+    batch = (
+        tokens,
+        torch.full_like(tokens, -1),
+        torch.tensor(starts, dtype=torch.int32),
+        torch.tensor(seq_lens, dtype=torch.int32),
+        block_table,
+        torch.tensor(slot_mapping),
+        torch.tensor(slots, dtype=torch.int32),
+        torch.ones(len(seq_lens), dtype=torch.int32),
+    )
+    return compile_step(model), (*batch, decoder.caches)
 
 
 def run_demo(args: argparse.Namespace, console: "Console") -> dict[str, Any]:

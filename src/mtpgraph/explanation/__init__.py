@@ -1,0 +1,1 @@
+"""``mtpgraph.explain`` and ``mtpgraph explain``: how a step compiles, by the lines of the user."""
