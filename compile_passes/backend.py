@@ -4,6 +4,7 @@ Found through the entry point ``torch_dynamo_backends``; nothing is registered a
 """
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from .graph_pass import PassManager
 from .graphed_callable import GraphedCallable
 from .options import Options
 from .output_plan import GraphSizes
+from .report import Finding, ReportError
 from .stats import Stats
 
 _ONLY_STEP = ("sizes", "next_n", "specialize")
@@ -47,18 +49,44 @@ def backend(
         raise ValueError(
             f"option {padding[0]!r} needs mtpgraph.compile: a backend alone does not pad"
         )
-    parsed = Options.parse(given)
-    artifact = build(gm, example_inputs, parsed)
+    return build_graphed(gm, example_inputs, Options.parse(given))
+
+
+def build_graphed(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, *, whole: bool = False
+) -> "Artifact":
+    """``build``, and on a GPU a CUDA graph for every combination of shapes."""
+    artifact = build(gm, example_inputs, options, whole=whole)
     device = device_of(example_inputs)
-    if device is not None and parsed.cudagraph == "full":
-        artifact.run = GraphedCallable(
-            artifact.run, device, artifact.maybe_in_place, artifact.stats, parsed
-        )
+    if device is None or options.cudagraph == "off":
+        return artifact
+    if syncs := [found for found in artifact.stats.findings if found.kind == "host sync"]:
+        message = f"no CUDA graph, running the compiled code: {syncs[0]}"
+        artifact.stats.fallbacks.append(message)
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
+        return artifact
+    artifact.run = GraphedCallable(
+        artifact.run, device, artifact.maybe_in_place, artifact.stats, options
+    )
     return artifact
 
 
-def build(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> "Artifact":
-    """Run the passes and the engine over one graph, without capture."""
+def build(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, *, whole: bool = True
+) -> "Artifact":
+    """Run the passes and the engine over one graph, without capture.
+
+    Args:
+        gm: the graph, rewritten in place
+        example_inputs: its inputs
+        options: how
+        whole: the graph is to be a CUDA graph, here or on another machine: what cannot be in one is
+            refused
+
+    Raises:
+        ReportError: the graph waits for the device where it must not, or under ``strict`` holds
+            what the engine may compute wrongly
+    """
     manager = PassManager(
         graph_pass for graph_pass in PASSES if graph_pass.__name__ not in options.disable_passes
     )
@@ -66,10 +94,20 @@ def build(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -
     maybe_in_place = _inputs_in(gm.graph, _perhaps)
     sizes = _graph_sizes(gm.graph)
     rewrites = manager(gm)
+    _refuse(manager.findings, options, whole)
     run = _ENGINES[options.engine](gm, example_inputs, manager.uuid())
     stats = Stats(graphs=1, findings=manager.findings)
-    stats.rewrites.update(rewrites)
+    stats.rewrites.update({name: count for name, count in rewrites.items() if count})
     return Artifact(run, in_place, maybe_in_place, sizes, stats)
+
+
+def _refuse(findings: Sequence[Finding], options: Options, whole: bool) -> None:
+    syncs = [found for found in findings if found.kind == "host sync"]
+    if syncs and options.cudagraph == "full" and (whole or options.strict):
+        raise ReportError('the step cannot be a CUDA graph (cudagraph="off" runs it)', syncs)
+    hazards = [found for found in findings if found.kind == "mutation hazard"]
+    if hazards and options.strict:
+        raise ReportError("the step reads what it overwrites", hazards)
 
 
 def _run_eager(gm: fx.GraphModule, _: Sequence[Any], __: bytes) -> Callable[..., Any]:

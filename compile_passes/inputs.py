@@ -53,14 +53,9 @@ Specs = Mapping[str, Batched | Static]
 
 
 def check_specs(
-    inputs: Mapping[str, Batched | Static | type[Static]] | None, signature: inspect.Signature
+    inputs: Mapping[str, Batched | Static | type[Static]], signature: inspect.Signature
 ) -> Specs:
     """The declared inputs, checked against the arguments of the step."""
-    if inputs is None:
-        raise ValueError(
-            "inputs must say for every argument that holds tensors whether it is "
-            "Batched(dim, pad) or Static, got None"
-        )
     names = list(signature.parameters)
     specs: dict[str, Batched | Static] = {}
     for name, spec in inputs.items():
@@ -72,9 +67,23 @@ def check_specs(
         if not isinstance(spec, Batched | Static):
             raise TypeError(f"inputs[{name!r}] must be Batched or Static, got {spec!r}")
         specs[name] = spec
-    if not any(isinstance(spec, Batched) for spec in specs.values()):
-        raise ValueError(f"inputs must declare at least one argument Batched, got {dict(inputs)}")
     return specs
+
+
+def sizes_of(bound: inspect.BoundArguments) -> Any:
+    """Shapes of the arguments that are tensors, hashable."""
+    return tuple(
+        value.shape if isinstance(value, Tensor) else None for value in bound.arguments.values()
+    )
+
+
+def holding_tensors(bound: inspect.BoundArguments) -> list[str]:
+    """Names of the arguments that are or hold tensors."""
+    return [name for name, value in bound.arguments.items() if Survey(value).tensors]
+
+
+class Undeclared(ValueError):
+    """An argument that holds tensors, and nothing says what it is to the batch."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,8 +115,9 @@ class Batch:
 
         Raises:
             TypeError: a batched argument is no tensor, or a constant is not hashable
-            ValueError: two arguments disagree on the size of the batch, or one that holds tensors
-                was not declared
+            ValueError: two arguments disagree on the size of the batch, or none of those that
+                grow was given
+            Undeclared: an argument holds tensors, and ``specs`` does not say what it is
         """
         batched: dict[str, Tensor] = {}
         surveys: list[Survey] = []
@@ -128,7 +138,7 @@ class Batch:
                 kind.append((name, survey.structure))
                 surveys.append(survey)
                 if spec is None and survey.tensors:
-                    raise ValueError(
+                    raise Undeclared(
                         f"inputs must declare {name!r}, which holds tensors, as Batched(dim, pad) "
                         "or Static"
                     )

@@ -89,7 +89,7 @@ class Replay:
             or mode() != self._mode
         ):
             return False
-        return all([survey.holds(args[place]) for place, survey in self._surveys])
+        return all(survey.holds(args[place]) for place, survey in self._surveys)
 
     def run(self, args: Sequence[Any]) -> Any:
         """Fill the buffers, replay, cut."""

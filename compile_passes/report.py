@@ -8,7 +8,7 @@ import contextlib
 import contextvars
 import dataclasses
 import linecache
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from torch import fx
@@ -53,6 +53,19 @@ class Finding:
         code = f"`{self.code}`: " if self.code else f"{self.op}: "
         remedy = f"; {self.remedy}" if self.remedy else ""
         return f"{where}{code}{self.reason}{remedy}"
+
+
+class ReportError(ValueError):
+    """What passes found rules out what the caller asked for.
+
+    Attributes:
+        findings: all of it; the message has the first
+    """
+
+    def __init__(self, what: str, findings: Sequence[Finding]) -> None:
+        more = f" ({len(findings) - 1} more)" if len(findings) > 1 else ""
+        super().__init__(f"{what}: {findings[0]}{more}")
+        self.findings = tuple(findings)
 
 
 _collected: contextvars.ContextVar[list[Finding] | None] = contextvars.ContextVar(

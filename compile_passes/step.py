@@ -14,17 +14,21 @@ import torch
 from torch import Tensor, fx, nn
 
 from . import _compat
-from .backend import Artifact, build
+from .backend import Artifact, build, build_graphed
 from .buffers import Buffers
 from .capture import Graph, GraphTable, clone, device_of, frozen_gc
 from .direct import DirectCall
-from .inputs import Batch, Batched, Static, check_specs
+from .input_plan import InputPlan
+from .inputs import Batch, Batched, Static, Undeclared
 from .kind import Kind, Shape, symbolic_shape
 from .options import Options
 from .output_plan import OutputPlan, check_outputs
 from .replay import Replay, Replays, Served
 from .stats import Stats
 from .survey import Surveyor
+
+# kinds of calls are few, and Dynamo's own limit is for code that nobody asked to compile
+_RECOMPILE_LIMIT = 256
 
 # a graph, what it was given and what it gave
 _Observation = tuple[Artifact, Sequence[Any], Sequence[Any]]
@@ -39,10 +43,12 @@ def compile(
     """Compile a decode step once and serve every batch size with it.
 
     Args:
-        fn: the step: plain PyTorch with the ops of this package, traceable as one graph. Padding
-            must be harmless to it, which the ops are by contract
-        inputs: for every argument of ``fn`` that holds tensors, :class:`Batched` or
-            :class:`Static`; other arguments are constants, and each new value compiles anew
+        fn: the step: plain PyTorch with the ops of this package, traceable as one graph. Where it
+            is not proven that padding cannot reach real rows, a warning says why, and batches run
+            at their own sizes. With ``inputs`` for every argument they are padded all the same
+        inputs: arguments of ``fn`` that are :class:`Batched` or :class:`Static`. What it does not
+            name is inferred at the first call, from what the ops of the step say of their
+            arguments. Arguments without tensors are constants, and each new value compiles anew
         **options: fields of :class:`Options`
 
     Returns:
@@ -51,7 +57,7 @@ def compile(
         ``clone_outputs`` is set
 
     Raises:
-        ValueError: an unknown option or name, or ``inputs`` is missing
+        ValueError: an unknown option or name
         TypeError: a value of the wrong kind
     """
     return CompiledStep(fn, inputs, Options.parse(options))
@@ -75,14 +81,15 @@ class CompiledStep:
         # of a step that takes anything else, every call is bound
         plain = all(parameter.kind is positional for parameter in parameters)
         self._names = [parameter.name for parameter in parameters] if plain else []
-        self._specs = check_specs(inputs, self._signature)
-        self._batched = {k: v for k, v in self._specs.items() if isinstance(v, Batched)}
         self._options = options
+        self._stats = Stats()
+        self._inputs = InputPlan(fn, self._signature, inputs, options, self._stats)
         # a backend of its own keeps the static code apart from the symbolic one in Dynamo's cache
         self._symbolic = torch.compile(fn, backend=self._backend, fullgraph=True, dynamic=False)
         self._static = torch.compile(
             fn, backend=self._static_backend, fullgraph=True, dynamic=False
         )
+        self._unpadded = torch.compile(fn, backend=self._unpadded_backend, fullgraph=True)
         self._artifacts: list[Artifact] = []
         self._planned: set[Any] = set()
         self._observing: Mapping[str, Tensor] | None = None
@@ -90,8 +97,12 @@ class CompiledStep:
         self._surveyor = Surveyor()
         self._kinds: dict[Any, Kind] = {}
         self._graphs: GraphTable | None = None
-        self._stats = Stats()
-        self._replays = Replays(self._signature, list(self._batched)) if self._names else None
+        self._replays: Replays | None = None
+
+    @property
+    def inputs(self) -> Mapping[str, Batched | Static]:
+        """What each argument is to the batch: as declared, and from the first call as inferred."""
+        return self._inputs.specs
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step on a batch of any size."""
@@ -102,7 +113,10 @@ class CompiledStep:
         with torch.no_grad():
             if _compat.is_off():
                 return self._fn(*args, **kwargs)
-            batch, kind = self._read(args, kwargs)
+            bound = self._bind(args, kwargs)
+            if not self._pads(bound):
+                return self._run_unpadded(bound)
+            batch, kind = self._read(bound)
             if batch.requests == batch.tokens == 0:
                 empty = self._plan(batch, kind).empty()
                 if empty is not None:
@@ -119,11 +133,23 @@ class CompiledStep:
         """Compile, and on a GPU capture a CUDA graph of every size, largest first.
 
         Args:
-            *args, **kwargs: what a call takes; a batch of any size shows dtypes and shapes. Its
-                values are not used, caches and states keep theirs: only padding runs
+            *args, **kwargs: what a call takes; a batch shows dtypes and shapes. Its values are not
+                used, caches and states keep theirs: only padding runs. A step that is not padded
+                is left to its calls
+
+        Raises:
+            ValueError: the batch has one request or token, which does not show what grows
         """
         with torch.no_grad():
-            batch, kind = self._read(args, kwargs)
+            bound = self._bind(args, kwargs)
+            if not self._pads(bound):
+                if not self._inputs.examined:
+                    raise ValueError(
+                        "warm_up needs a batch of at least two requests and tokens, or inputs to "
+                        f"say what grows, got {self._inputs.shown(bound)}"
+                    )
+                return
+            batch, kind = self._read(bound)
             self._plan(batch, kind)
             with frozen_gc():
                 for size in reversed(self._options.sizes):
@@ -143,10 +169,13 @@ class CompiledStep:
             be filled and given to the call. A batch of the next size overwrites nothing in it
 
         Raises:
-            ValueError: the batch is above the largest size
+            ValueError: the batch is above the largest size, or the step is not padded
         """
         with torch.no_grad():
-            batch, kind = self._read(args, kwargs)
+            bound = self._bind(args, kwargs)
+            if not self._pads(bound):
+                raise ValueError("buffers need a step that is padded, see stats().findings")
+            batch, kind = self._read(bound)
             size = self._size_of(batch)
             if size is None:
                 raise ValueError(
@@ -178,15 +207,32 @@ class CompiledStep:
     def _is_capturing(self) -> bool:
         return self._graphs is not None and self._graphs.device.is_capturing()
 
-    def _read(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Batch, Kind]:
+    def _bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> inspect.BoundArguments:
         if kwargs or len(args) != len(self._names):
             bound = self._signature.bind(*args, **kwargs)
             bound.apply_defaults()
-        else:
-            # what bind would come to, in a tenth of the time
-            arguments: Any = dict(zip(self._names, args, strict=True))
-            bound = inspect.BoundArguments(self._signature, arguments)
-        batch = Batch.read(bound, self._specs, self._surveyor, self._options.next_n)
+            return bound
+        # what bind would come to, in a tenth of the time
+        arguments: Any = dict(zip(self._names, args, strict=True))
+        return inspect.BoundArguments(self._signature, arguments)
+
+    def _pads(self, bound: inspect.BoundArguments) -> bool:
+        """Batches are padded, as far as this call and those before it can tell."""
+        if self._inputs.settle(bound):
+            self._replays = None
+            if self._inputs.pads and self._names:
+                self._replays = Replays(self._signature, list(self._inputs.batched))
+        return self._inputs.pads
+
+    def _read(self, bound: inspect.BoundArguments) -> tuple[Batch, Kind]:
+        try:
+            batch = self._batch(bound)
+        except Undeclared:
+            # an argument that was None so far
+            self._inputs.reopen()
+            if not self._pads(bound):
+                raise
+            batch = self._batch(bound)
         kind = self._kinds.get(batch.kind)
         if kind is None:
             kind = self._kinds[batch.kind] = Kind(batch.surveys)
@@ -198,6 +244,19 @@ class CompiledStep:
             if self._graphs is not None:
                 self._graphs.release(lambda key: key[0] is kind)
         return batch, kind
+
+    def _batch(self, bound: inspect.BoundArguments) -> Batch:
+        return Batch.read(bound, self._inputs.specs, self._surveyor, self._options.next_n)
+
+    def _run_unpadded(self, bound: inspect.BoundArguments) -> Any:
+        """Run a batch at its own size; on a GPU each size is a CUDA graph from its second call."""
+        self._stats.calls[None] += 1
+        before = len(self._artifacts)
+        with _compat.many_recompiles(_RECOMPILE_LIMIT):
+            outputs = self._unpadded(*bound.args, **bound.kwargs)
+        if len(self._artifacts) > before:
+            self._planned.add("unpadded")
+        return outputs
 
     def _size_of(self, batch: Batch) -> int | None:
         """The capture size that holds the batch; ``None`` above the largest."""
@@ -266,7 +325,7 @@ class CompiledStep:
         outputs, (artifact, given, results) = self._run_observed(batch, kind, shape)
         buffers = self._buffers_of(batch, kind, shape).tensors
         kind.plan = OutputPlan.learn(
-            artifact.sizes, given, results, buffers, self._batched, outputs
+            artifact.sizes, given, results, buffers, self._inputs.batched, outputs
         )
         return outputs
 
@@ -299,7 +358,7 @@ class CompiledStep:
         if shape not in kind.buffers:
             kind.buffers[shape] = Buffers(
                 batch.batched,
-                self._batched,
+                self._inputs.batched,
                 shape.requests,
                 shape.tokens,
                 symbolic=shape.code != "static",
@@ -332,7 +391,7 @@ class CompiledStep:
 
     def _call(self, compiled: Callable[..., Any], bound: inspect.BoundArguments, key: Any) -> Any:
         before = len(self._artifacts)
-        with _compat.symbolic_batch(recompile_limit=256):
+        with _compat.symbolic_batch(_RECOMPILE_LIMIT):
             outputs = compiled(*bound.args, **bound.kwargs)
         if len(self._artifacts) > before:
             # the first compilation for a key is planned, a further one is a recompile
@@ -348,7 +407,7 @@ class CompiledStep:
                 return artifact.run(*args)
             # whatever is wrong with the step is said before it writes to a cache
             _refuse_written(artifact, args, self._observing)
-            check_outputs(artifact.sizes, args, self._observing, self._batched)
+            check_outputs(artifact.sizes, args, self._observing, self._inputs.batched)
             results = artifact.run(*args)
             self._observed.append((artifact, args, results))
             return results
@@ -359,6 +418,13 @@ class CompiledStep:
         self, gm: fx.GraphModule, example_inputs: Sequence[Any]
     ) -> Callable[..., Any]:
         return self._backend(gm, example_inputs)
+
+    def _unpadded_backend(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any]
+    ) -> Callable[..., Any]:
+        artifact = build_graphed(gm, example_inputs, self._options, whole=True)
+        self._artifacts.append(artifact)
+        return artifact
 
 
 def _refuse_written(

@@ -3,11 +3,13 @@
 import functools
 import importlib
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from .declare import declare
 
 # Held for the life of the process: the registrations live as long as this object.
 _LIBRARY = torch.library.Library("mtpgraph", "FRAGMENT")
@@ -19,6 +21,8 @@ def register(
     check: Callable[..., None],
     reference: Callable[..., Any],
     fake: Callable[..., Any],
+    rows: Mapping[str, str] | None = None,
+    results: Sequence[str] = (),
 ) -> torch._ops.OpOverload:
     """Register an op and return its ``.default`` overload.
 
@@ -27,6 +31,10 @@ def register(
     the same words, before anything is written. On a CUDA card ``launch`` of the module of this
     name in ``mtpgraph.kernels`` runs, imported at the first call; the reference serves every
     device that has no kernel.
+
+    ``rows`` and ``results`` say what has an entry per request or token, see ``declare``; arguments
+    of the batch contract are known by their names. By that contract no op lets padding reach a
+    real row.
     """
     name = schema[: schema.index("(")]
 
@@ -52,7 +60,9 @@ def register(
     _LIBRARY.impl(name, checked(reference), "CompositeExplicitAutograd")
     _LIBRARY.impl(name, checked(launch), "CUDA")
     torch.library.register_fake(f"mtpgraph::{name}", checked(fake), lib=_LIBRARY)
-    return getattr(torch.ops.mtpgraph, name).default
+    op = getattr(torch.ops.mtpgraph, name).default
+    declare(op, rows=rows, results=results, row_independent=True)
+    return op
 
 
 @functools.cache

@@ -268,4 +268,6 @@ _op = register(
     check=_check,
     reference=_reference,
     fake=_fake,
+    rows={"x": "token"},
+    results=["token"],
 )

@@ -53,4 +53,5 @@ _op = register(
     check=_check,
     reference=_reference,
     fake=_fake,
+    results=["row_lens", "row_requests"],
 )

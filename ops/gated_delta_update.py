@@ -215,4 +215,6 @@ _op = register(
     check=_check,
     reference=_reference,
     fake=_fake,
+    rows=dict.fromkeys(("q", "k", "v", "g", "beta"), "token"),
+    results=["token"],
 )

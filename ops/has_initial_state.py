@@ -45,4 +45,5 @@ _op = register(
     check=_check,
     reference=_reference,
     fake=_fake,
+    results=["has_initial_state"],
 )

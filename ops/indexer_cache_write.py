@@ -98,4 +98,5 @@ _op = register(
     check=_check,
     reference=_reference,
     fake=_fake,
+    rows={"k": "token"},
 )

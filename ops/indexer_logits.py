@@ -197,4 +197,6 @@ _op = register(
     check=check_logits,
     reference=score_keys,
     fake=_fake,
+    rows={"q": "token", "weights": "token"},
+    results=["token"],
 )

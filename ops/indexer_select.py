@@ -96,4 +96,6 @@ _op = register(
     check=_check,
     reference=_reference,
     fake=_fake,
+    rows={"q": "token", "weights": "token"},
+    results=["topk_indices"],
 )

@@ -69,4 +69,6 @@ _op = register(
     check=_check,
     reference=largest_positions,
     fake=_fake,
+    rows={"logits": "token"},
+    results=["topk_indices"],
 )

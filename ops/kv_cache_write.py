@@ -57,4 +57,5 @@ _op = register(
     check=_check,
     reference=_reference,
     fake=_fake,
+    rows={"kv": "token"},
 )

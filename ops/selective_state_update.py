@@ -295,4 +295,6 @@ _op = register(
     check=_check,
     reference=_reference,
     fake=_fake,
+    rows=dict.fromkeys(("x", "dt", "B", "C", "z"), "token"),
+    results=["token"],
 )

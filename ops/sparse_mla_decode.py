@@ -169,4 +169,6 @@ _op = register(
     check=_check,
     reference=_reference,
     fake=_fake,
+    rows={"q": "token"},
+    results=["token", "token"],
 )

@@ -80,4 +80,5 @@ _op = register(
     check=_check,
     reference=_reference,
     fake=_fake,
+    results=["topk_slots"],
 )

@@ -16,6 +16,8 @@ import mtpgraph
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent
+# the plugin stands apart: pytest imports it at every start, and must not import torch with it
+PACKAGES = ("mtpgraph", "pytest_mtpgraph")
 LINKED = ("ops", "kernels", "compile_passes")
 IMPORTS = "import mtpgraph, mtpgraph.ops, mtpgraph.kernels, mtpgraph.compile_passes"
 
@@ -50,11 +52,12 @@ def copy_tree(to: Path) -> Path:
 
 
 def package_files(tree: Path) -> set[str]:
-    """Every file of the import package as ``mtpgraph/...``, through the links."""
+    """Every file of the import packages as ``mtpgraph/...``, through the links."""
     source = tree / "src"
     return {
         str(Path(folder, name).relative_to(source))
-        for folder, _, names in os.walk(source / "mtpgraph", followlinks=True)
+        for package in PACKAGES
+        for folder, _, names in os.walk(source / package, followlinks=True)
         for name in names
         if not name.endswith(".pyc")
     }
@@ -104,7 +107,7 @@ def test_packaging_wheel_holds_the_package_and_nothing_else(wheel: Path, tree: P
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     info = f"mtpgraph-{mtpgraph.__version__}.dist-info"
-    assert {name.split("/")[0] for name in names} == {"mtpgraph", info}
+    assert {name.split("/")[0] for name in names} == {*PACKAGES, info}
     assert {name for name in names if not name.startswith(info)} == package_files(tree)
     assert "mtpgraph/py.typed" in names
     for folder in LINKED:
@@ -144,6 +147,7 @@ for entry in sorted(dist.entry_points):
     assert printed.splitlines() == [
         "console_scripts mtpgraph True",
         "torch_dynamo_backends mtpgraph True",
+        "pytest11 pytest_mtpgraph False",
     ]
 
 

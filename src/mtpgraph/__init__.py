@@ -9,32 +9,43 @@ from typing import TYPE_CHECKING, Any
 
 from . import ops
 from ._version import __version__
+from .ops.declare import declare
 
 if TYPE_CHECKING:
     from .compile_passes.backend import stats
     from .compile_passes.inputs import Batched, Static
     from .compile_passes.options import Options
+    from .compile_passes.report import Finding
     from .compile_passes.stats import Stats
     from .compile_passes.step import CompiledStep, compile
+    from .explanation.record import Explanation
+    from .explanation.trace import explain
 
 _LAZY = {
-    "Batched": "inputs",
-    "CompiledStep": "step",
-    "Options": "options",
-    "Static": "inputs",
-    "Stats": "stats",
-    "compile": "step",
-    "stats": "backend",
+    "Batched": ".compile_passes.inputs",
+    "CompiledStep": ".compile_passes.step",
+    "Explanation": ".explanation.record",
+    "Finding": ".compile_passes.report",
+    "Options": ".compile_passes.options",
+    "Static": ".compile_passes.inputs",
+    "Stats": ".compile_passes.stats",
+    "compile": ".compile_passes.step",
+    "explain": ".explanation.trace",
+    "stats": ".compile_passes.backend",
 }
 
 __all__ = [
     "Batched",
     "CompiledStep",
+    "Explanation",
+    "Finding",
     "Options",
     "Static",
     "Stats",
     "__version__",
     "compile",
+    "declare",
+    "explain",
     "ops",
     "stats",
 ]
@@ -43,7 +54,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".compile_passes.{_LAZY[name]}", __name__), name)
+    value = getattr(importlib.import_module(_LAZY[name], __name__), name)
     globals()[name] = value
     return value
 

@@ -1,0 +1,751 @@
+"""Values that Inductor would compute from overwritten memory get a copy that it cannot drop.
+
+Inductor (seen in 2.11 to 2.14) takes some copies for nothing, and computes some values later than
+the program says. Where memory is written in between, the result is silently wrong. The pass finds
+five forms of this and inserts ``mtpgraph::snapshot``, an opaque copy:
+
+- **late read**: a value computed from memory that a custom op then writes, used after the op. The
+  snapshot is of the value: ``new = lens + n; op_(lens, new - 1); new * 2``;
+- **merged arguments**: an op that writes one argument gets another that is a copy of it:
+  ``y = x.clone(); op_(y, x)`` runs as ``op_(x, x)``. The snapshot takes the place of the copy;
+- **stale copy**: a copy of an input ends up in another input after the first was written:
+  ``old = lens.clone(); lens.add_(n); prev.copy_(old)`` stores the new lens. Likewise a copy, or a
+  scatter, that is changed in place itself: ``y = x.index_add(...); x.copy_(z)``;
+- **aliased output**: ``logits / 1.0`` and other arithmetic that changes nothing come back as the
+  input, or as another output, itself; so does a copy of an input that an op or a scatter wrote;
+- **own operand**: ``x[i] = 7; x.add_(x.flip(0))`` reads ``x`` while it is being written, and so
+  does ``torch._foreach_add_([x], [x.flip(0)])``.
+
+A snapshot is of a value computed from the memory, or stands for a copy that the user wrote; it is
+never of a state pool that the user did not copy.
+
+Left alone
+- views: what is read through a view after a write is the written value, in eager too;
+- a value that the writing op gets itself, as a whole: it is in memory when the op runs;
+- results of custom ops and of matrix products: Inductor computes these where they stand;
+- pointwise values that are live across in-place functions of torch: these are safe, but for
+  values read through a view as another dtype;
+- ``prev.copy_(lens); op_(lens, n)`` where ``prev`` is the earlier input of the graph: the order
+  in which Inductor stores inputs is then the right one;
+- what a Triton kernel of the user's writes counts for merged arguments alone;
+- memory that the tracer recorded nothing about, such as arrays of other libraries.
+"""
+
+import dataclasses
+import operator
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx
+from torch._ops import HigherOrderOperator, OpOverloadPacket
+
+from ..ops import snapshot as _registers_the_op  # noqa: F401
+from ._compat import example_value, has_example_value, user_frame
+from ._nodes import UNKNOWN, mutated, nodes_in, op_of, storages
+from .report import name_of, note
+
+_ops = torch.ops.mtpgraph
+
+Form = Literal["late read", "merged arguments", "stale copy", "aliased output", "own operand"]
+
+
+def find_mutation_hazards(graph: fx.Graph) -> int:
+    """Insert snapshots wherever a hazard is found; returns how many."""
+    count = 0
+    memory = _Storages()
+    cut: set[_Place] = set()
+    while hazards := _Scan(graph, memory, cut).hazards():
+        settled: set[int] = set()
+        for hazard in hazards:
+            node = hazard.place.node
+            filled = nodes_in(_destination(node)) if hazard.place.of_operands else [node]
+            # a second snapshot for the same memory may not be needed after the first
+            if hazard.place not in cut and not memory.of_all(filled) & settled:
+                settled |= memory.of_all(filled)
+                cut.add(hazard.place)
+                count += _insert(graph, hazard, memory)
+    return count
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where a snapshot can go: after a call, of its result, or before a write, of what it takes."""
+
+    node: fx.Node
+    of_operands: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class _Hazard:
+    """A snapshot that is needed, of values that come from ``sources``, and the write behind it."""
+
+    place: _Place
+    form: Form
+    sources: frozenset[int]
+    writer: fx.Node
+
+
+_REASONS: dict[Form, tuple[str, str]] = {
+    "late read": (
+        "this value reads memory that {writer} writes, and is used after that; Inductor would "
+        "compute it from what was written",
+        "a copy of the value was inserted; to save it, give the op this value itself, or finish "
+        "what needs it before the op",
+    ),
+    "merged arguments": (
+        "{writer} gets this copy together with its source and writes one of them; Inductor would "
+        "drop the copy and give the op one tensor twice",
+        "the copy was made one that cannot be dropped; to save it, let the op write into "
+        "torch.empty_like(...)",
+    ),
+    "stale copy": (
+        "this copy is in use after {writer} writes its source; Inductor would drop the copy and "
+        "use what was written",
+        "the copy was made one that cannot be dropped",
+    ),
+    "aliased output": (
+        "this is equal to its source, so Inductor would return the source itself, which the caller "
+        "or a later step may write to",
+        "a copy was inserted; to save it, return the source",
+    ),
+    "own operand": (
+        "this writes what it reads at other places; Inductor would read what was already written",
+        "a copy of what it reads was inserted",
+    ),
+}
+
+
+def _insert(graph: fx.Graph, hazard: _Hazard, memory: "_Storages") -> int:
+    node = hazard.place.node
+    if hazard.place.of_operands:
+        targets = (
+            [o for o in _operands(node) if memory.may_hold(o, hazard.sources)]
+            if hazard.form in ("late read", "own operand")
+            else _copies_into(node)[0]
+        )
+        copies = {}
+        for value in targets:
+            with graph.inserting_before(node):
+                copies[value] = _snapshot(graph, value, node)
+        rest = fx.map_arg((node.args[1:], node.kwargs), lambda arg: copies.get(arg, arg))
+        node.args, node.kwargs = (*node.args[:1], *rest[0]), rest[1]
+    else:
+        targets = _results(node)
+        for value in targets:
+            with graph.inserting_after(value):
+                copy = _snapshot(graph, value, node)
+            value.replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user != copy)
+    reason, remedy = _REASONS[hazard.form]
+    reason = reason.format(writer=_spoken(hazard.writer))
+    if not targets:
+        remedy = "write it as one op, or keep the value in memory of its own before that"
+    note(node, "mutation hazard", "find_mutation_hazards", reason, remedy)
+    return len(targets)
+
+
+def _snapshot(graph: fx.Graph, value: fx.Node, line: fx.Node) -> fx.Node:
+    copy = graph.call_function(_ops.snapshot.default, (value,))
+    copy.meta.update(value.meta)
+    copy.meta["example_value"] = torch.empty_like(example_value(value))
+    if "stack_trace" in line.meta:
+        copy.meta["stack_trace"] = line.meta["stack_trace"]
+    return copy
+
+
+def _spoken(writer: fx.Node) -> str:
+    file, line = user_frame(writer)
+    return f"{name_of(writer)} in line {line}" if file else name_of(writer)
+
+
+def _results(node: fx.Node) -> list[fx.Node]:
+    """The tensors that a call gives: itself, or what is taken from its tuple."""
+    if isinstance(example_value(node), Tensor):
+        return [node]
+    items = [user for user in node.users if user.target is operator.getitem]
+    return [item for item in items if isinstance(example_value(item), Tensor)]
+
+
+def _operands(node: fx.Node) -> list[fx.Node]:
+    """The tensors that a write takes, apart from those that it writes."""
+    targets = set() if _name(node) == "copy_" else set(nodes_in(_destination(node)))
+    given = nodes_in((node.args[1:], node.kwargs))
+    return [
+        source
+        for source in dict.fromkeys(given)
+        if source not in targets and isinstance(example_value(source), Tensor)
+    ]
+
+
+class _Storages:
+    """Storages of nodes, remembered."""
+
+    def __init__(self) -> None:
+        self._of: dict[fx.Node, frozenset[int]] = {}
+        # what a storage may still have to be computed from, as of the last scan
+        self.pending: dict[int, set[int]] = {}
+
+    def of(self, node: fx.Node) -> frozenset[int]:
+        found = self._of.get(node)
+        if found is None:
+            known = storages(node) if has_example_value(node) else set()
+            found = self._of[node] = frozenset(known - {UNKNOWN})
+        return found
+
+    def of_all(self, nodes: Iterable[fx.Node]) -> set[int]:
+        return set().union(*map(self.of, nodes))
+
+    def may_hold(self, node: fx.Node, sources: frozenset[int]) -> bool:
+        """A value is in one of ``sources``, or computed from it."""
+        return any(s in sources or self.pending.get(s, set()) & sources for s in self.of(node))
+
+
+@dataclasses.dataclass
+class _Memory:
+    """What is known of a storage at one point of the program.
+
+    Attributes:
+        values: ids of the values it may hold; two storages that share one may hold equal bytes
+        links: for a value that came by copying, the copy to make opaque
+        based: values that it was changed in place from, and the copy likewise
+        arithmetic: for a value that came by arithmetic that changes nothing, that call
+        pending: storages that it may still have to be computed from, and through which calls
+        moved: holds what an op or a scatter left, which Inductor may have put into an input
+    """
+
+    values: set[int]
+    links: dict[int, _Place] = dataclasses.field(default_factory=dict)
+    based: dict[int, _Place] = dataclasses.field(default_factory=dict)
+    arithmetic: dict[int, fx.Node] = dataclasses.field(default_factory=dict)
+    pending: dict[int, set[_Place]] = dataclasses.field(default_factory=dict)
+    moved: bool = False
+
+
+class _Scan:
+    """One walk over a graph in the order of the program."""
+
+    def __init__(self, graph: fx.Graph, memory: _Storages, cut: set[_Place]) -> None:
+        self.nodes = list(graph.nodes)
+        self.memory = memory
+        self.cut = cut
+        self.state: dict[int, _Memory] = {}
+        # position among the inputs; None where it is not known
+        self.inputs: dict[int, int | None] = {}
+        self.past: dict[int, set[int]] = defaultdict(set)
+        self.readers: dict[int, set[int]] = defaultdict(set)
+        self.linked: set[int] = set()
+        # the call that made a storage, where that holds it as a whole
+        self.whole: dict[fx.Node, int] = {}
+        self.writers: dict[int, fx.Node] = {}
+        # pairs of a storage and one that it is computed from through a view as another dtype
+        self.reinterpreted: set[tuple[int, int]] = set()
+        # values that a scatter changed a copy of
+        self.scattered: set[int] = set()
+        self.found: dict[tuple[Any, ...], _Hazard] = {}
+        self.order = {node: index for index, node in enumerate(self.nodes)}
+        self.fresh_value = iter(range(1, 1 << 62))
+
+    def hazards(self) -> list[_Hazard]:
+        """The snapshots that are needed first; those behind them may then not be."""
+        effects = {node: _effect(node) for node in self.nodes}
+        if not any(effect in ("write", "op") for effect in effects.values()) and not any(
+            _copied(node)[1] for node in self.nodes
+        ):
+            return []
+        self.at_risk = self.memory.of_all(
+            target for node, effect in effects.items() for target in _targets_at_risk(node, effect)
+        )
+        self.last_use: dict[int, int] = {}
+        for node in self.nodes:
+            for storage in self.memory.of_all(node.all_input_nodes):
+                self.last_use[storage] = self.order[node]
+        visit = {
+            "input": self._input,
+            "value": self._value,
+            "write": self._write,
+            "op": self._op,
+            "kernel": self._kernel,
+            "output": self._output,
+        }
+        for node in self.nodes:
+            visit[effects[node]](node)
+        self.memory.pending = {s: set(memory.pending) for s, memory in self.state.items()}
+        return sorted(self.found.values(), key=lambda hazard: self.order[hazard.place.node])
+
+    def _at(self, storage: int) -> _Memory:
+        if storage not in self.state:
+            self.state[storage] = _Memory({next(self.fresh_value)})
+        return self.state[storage]
+
+    def _hazard(
+        self, place: _Place, form: Form, sources: Iterable[int], writer: fx.Node, key: Any
+    ) -> None:
+        if place in self.cut:
+            return
+        hazard = _Hazard(place, form, frozenset(sources), writer)
+        known = self.found.get((form, writer, key))
+        if known is None or self.order[place.node] < self.order[known.place.node]:
+            self.found[form, writer, key] = hazard
+
+    def _input(self, node: fx.Node) -> None:
+        order = self.order[node] if node.op == "placeholder" else None
+        for storage in self.memory.of(node):
+            self.inputs[storage] = None if storage in self.inputs else order
+            self._at(storage)
+
+    def _value(self, node: fx.Node) -> None:
+        """A call of torch that writes nothing: fresh memory, or a view of what there is."""
+        given = self.memory.of_all(node.all_input_nodes)
+        fresh = self.memory.of(node) - given
+        if not fresh:
+            return
+        place = _Place(node, False)
+        reads = set() if _is_product(node) or place in self.cut else self._late(given)
+        viewed = self.memory.of_all(filter(_is_reinterpreted, node.all_input_nodes))
+        viewed |= {read for storage, read in self.reinterpreted if storage in given}
+        copied, arithmetic = _copied(node)
+        bases = self.memory.of_all(nodes_in(node.args[0])) if _is_scatter(node) else set()
+        for storage in fresh:
+            memory = self.state[storage] = _Memory({next(self.fresh_value)})
+            self.whole[node] = storage
+            self._read_late(storage, reads, place)
+            self.reinterpreted |= {(storage, read) for read in viewed & reads}
+            for source in self.memory.of_all(copied):
+                self._copy(storage, source, place, node if arithmetic else None)
+            for base in bases:
+                memory.based |= dict.fromkeys(self._at(base).values, place)
+                self.scattered |= self._at(base).values
+                self.linked.add(storage)
+                memory.moved = True
+        if not isinstance(example_value(node), Tensor):
+            for user in node.users:
+                if user.target is operator.getitem:
+                    self.whole.update((user, storage) for storage in self.memory.of(user) & fresh)
+
+    def _late(self, given: Iterable[int]) -> set[int]:
+        """Storages at risk that a value computed from ``given`` may read when it is used."""
+        reads = {storage for storage in given if storage in self.at_risk}
+        return reads.union(*(self._at(storage).pending for storage in given))
+
+    def _read_late(self, storage: int, reads: Iterable[int], place: _Place) -> None:
+        for source in reads:
+            if source != storage:
+                self._at(storage).pending.setdefault(source, set()).add(place)
+                self.readers[source].add(storage)
+
+    def _copy(self, target: int, source: int, place: _Place, arithmetic: fx.Node | None) -> None:
+        """``target`` may hold from now on what ``source`` holds."""
+        to, of = self._at(target), self._at(source)
+        if place in self.cut:
+            return
+        to.values |= of.values
+        for value in of.values:
+            to.links[value] = of.links.get(value, place)
+            call = of.arithmetic.get(value, arithmetic)
+            if call is not None:
+                to.arithmetic[value] = call
+        to.based |= of.based
+        to.moved |= of.moved
+        self.linked.add(target)
+
+    def _write(self, node: fx.Node) -> None:
+        """An in-place function of torch."""
+        destination = nodes_in(_destination(node))
+        targets = self.memory.of_all(destination) or _known(mutated(node))
+        operands = _operands(node)
+        place = _Place(node, True)
+        copies, whole = _copies_into(node)
+        for target in targets:
+            self._before_write(target, node)
+            before = self._at(target)
+            given = self.memory.of_all(operands)
+            if self._reads_own(node, target, given) or self._restores(target, copies):
+                self._hazard(place, "own operand", (target, *given), node, target)
+            memory = self.state[target] = _Memory({next(self.fresh_value)})
+            memory.moved = before.moved
+            if not (copies and whole):
+                for source in before.pending:
+                    for earlier in before.pending[source]:
+                        self._read_late(target, (source,), earlier)
+            if not _is_scatter(node) and place not in self.cut:
+                self._read_late(target, self._late(given), place)
+            if _changes_nothing(node)[0]:
+                memory.values |= before.values
+                memory.links |= before.links
+            if copies:
+                for source in self.memory.of_all(copies) - {target}:
+                    self._copy(target, source, place, None)
+            if not whole or _is_scatter(node):
+                memory.based |= {**before.links, **before.based}
+                memory.moved = True
+                self.linked.add(target)
+                self.scattered |= before.values
+            self.writers[target] = node
+
+    def _reads_own(self, node: fx.Node, target: int, given: Iterable[int]) -> bool:
+        """What an in-place function takes is computed from what it writes, in the same kernel."""
+        if _is_scatter(node):
+            return False
+        memory = self._at(target)
+        others = [self._at(storage) for storage in given if storage != target]
+        if not _copies_into(node)[1] and any(memory.values & other.values for other in others):
+            # a copy of one part goes to another
+            return True
+        at_once = memory.moved or "_foreach" in _name(node)
+        return at_once and any(target in other.pending for other in others)
+
+    def _restores(self, target: int, copies: Iterable[fx.Node]) -> bool:
+        """An input gets back what it held when a scatter made a changed copy of that."""
+        own = (self._at(target).values | self.past[target]) & self.scattered
+        given = (self._at(source).values for source in self.memory.of_all(copies))
+        return target in self.inputs and any(values & own for values in given)
+
+    def _before_write(self, target: int, writer: fx.Node) -> None:
+        """What holds a copy of an input must not lose it with the input's next write."""
+        memory = self._at(target)
+        if target not in self.inputs:
+            return
+        self.past[target] |= memory.values
+        for reader in self.readers[target]:
+            places = self._at(reader).pending.get(target)
+            if places and (reader, target) in self.reinterpreted and self._is_live(reader, writer):
+                place = min(places, key=lambda place: self.order[place.node])
+                self._hazard(place, "late read", (target,), writer, target)
+        for other in list(self.linked):
+            if other == target or not self._is_live(other, writer):
+                continue
+            holder = self._at(other)
+            risky = memory.values & holder.based.keys()
+            for value in risky:
+                self._hazard(holder.based[value], "stale copy", (target,), writer, other)
+            if memory.moved:
+                for value in memory.values & holder.links.keys():
+                    self._hazard(holder.links[value], "stale copy", (target,), writer, other)
+
+    def _is_live(self, storage: int, at: fx.Node) -> bool:
+        stored = storage in self.inputs and storage in self.writers
+        return stored or self.last_use.get(storage, -1) > self.order[at]
+
+    def _op(self, node: fx.Node) -> None:
+        """A call of a custom op, or of what this pass cannot see into."""
+        given = self.memory.of_all(node.all_input_nodes)
+        targets = self.memory.of_all(nodes_in(_op_targets(node)))
+        held = {self.whole[arg] for arg in node.all_input_nodes if arg in self.whole}
+        for target in targets:
+            for reader in list(self.readers[target]):
+                places = self._at(reader).pending.get(target)
+                if not places or reader in held or not self._is_live(reader, node):
+                    continue
+                if self._is_stored_first(reader, target, places):
+                    continue
+                place = min(places, key=lambda place: self.order[place.node])
+                self._hazard(place, "late read", (target,), node, target)
+        self._merged(node, given, targets)
+        for target in targets:
+            self._before_write(target, node)
+            before = self._at(target)
+            memory = self.state[target] = _Memory({next(self.fresh_value)}, moved=True)
+            memory.based = {**before.links, **before.based}
+            if target not in held:
+                memory.pending = before.pending
+            self.linked.add(target)
+            self.writers[target] = node
+        if targets & self.inputs.keys():
+            # the op stays in the graph for what it writes, so its arguments are in memory by now
+            for storage in held:
+                self._at(storage).pending = {}
+        for storage in self.memory.of(node) - given:
+            self.state[storage] = _Memory({next(self.fresh_value)})
+            self.whole[node] = storage
+
+    def _kernel(self, node: fx.Node) -> None:
+        """A Triton kernel of the user's: its writes are in order, its arguments may be merged."""
+        given = self.memory.of_all(node.all_input_nodes)
+        self._merged(node, given, given)
+        for target in given:
+            self._before_write(target, node)
+            self._at(target).values = {next(self.fresh_value)}
+            self.writers[target] = node
+
+    def _is_stored_first(self, reader: int, target: int, places: Iterable[_Place]) -> bool:
+        """``reader`` is an input, a plain copy of ``target``, and stored before that is."""
+        copied = self._at(reader)
+        shared = copied.values & self._at(target).values
+        links = {copied.links.get(value) for value in shared}
+        return bool(shared) and links >= set(places) and self._is_earlier(reader, target)
+
+    def _is_earlier(self, one: int, other: int) -> bool:
+        """Both are inputs, and Inductor stores what was written to the one before the other."""
+        first, second = self.inputs.get(one), self.inputs.get(other)
+        return first is not None and second is not None and first < second
+
+    def _merged(self, node: fx.Node, given: Iterable[int], targets: Iterable[int]) -> None:
+        for target in targets:
+            for other in given:
+                if other == target:
+                    continue
+                one, two = self._at(target), self._at(other)
+                for value in one.values & two.values:
+                    place = one.links.get(value) or two.links.get(value)
+                    if place is not None:
+                        self._hazard(
+                            place, "merged arguments", (target, other), node, (target, other)
+                        )
+
+    def _output(self, node: fx.Node) -> None:
+        for storage, writer in self.writers.items():
+            if storage not in self.inputs:
+                continue
+            memory = self._at(storage)
+            for value, place in memory.links.items():
+                for source in self.inputs:
+                    if (
+                        source != storage
+                        and value in memory.values
+                        and value in self.past[source]
+                        and not self._is_earlier(storage, source)
+                    ):
+                        behind = self.writers.get(source, writer)
+                        self._hazard(place, "stale copy", (source,), behind, storage)
+        returned = self.memory.of_all(node.all_input_nodes)
+        held = [value for storage in returned for value in self._at(storage).values]
+        twice = {value for value in held if held.count(value) > 1}
+        for storage in returned - self.inputs.keys():
+            memory = self._at(storage)
+            others = (self.inputs.keys() | returned) - {storage}
+            elsewhere = set().union(*(self._at(s).values | self.past[s] for s in others))
+            for value in memory.values & elsewhere:
+                if value in memory.arithmetic:
+                    place = _Place(memory.arithmetic[value], False)
+                    self._hazard(place, "aliased output", (), node, storage)
+                elif value in memory.links and (memory.moved or value in twice):
+                    self._hazard(memory.links[value], "aliased output", others, node, storage)
+
+
+def _known(found: set[int]) -> set[int]:
+    return found - {UNKNOWN}
+
+
+_HARMLESS = frozenset({"detach_", "requires_grad_", "retain_grad_"})
+_KERNELS = frozenset({"triton_kernel_wrapper_mutation", "triton_kernel_wrapper_functional"})
+
+
+def _effect(node: fx.Node) -> str:
+    """``input``, ``output``, ``value``, ``write`` for a function of torch, ``op``, ``kernel``."""
+    if node.op in ("placeholder", "get_attr"):
+        return "input"
+    if node.op == "output":
+        return "output"
+    if node.op == "call_module":
+        return "op"
+    if isinstance(node.target, HigherOrderOperator):
+        return "kernel" if node.target.name() in _KERNELS else "op"
+    if isinstance(node.target, OpOverloadPacket) and op_of(node) is None:
+        if str(node.target).startswith(_OF_TORCH):
+            return "write" if str(node.target).endswith("_") else "value"
+        return "op"
+    op = op_of(node)
+    if op is not None:
+        if op.namespace + "." not in _OF_TORCH:
+            return "op"
+        return "write" if op._schema.is_mutable else "value"
+    if node.target in _HARMLESS:
+        return "value"
+    if not mutated(node):
+        return "value"
+    return "write" if _is_function_of_torch(node) else "op"
+
+
+_OF_TORCH = ("aten.", "prims.", "prim.")
+
+
+def _is_function_of_torch(node: fx.Node) -> bool:
+    if node.op == "call_method":
+        return True
+    module = (getattr(node.target, "__module__", None) or "").split(".")[0]
+    return module in ("torch", "_operator", "builtins", "math")
+
+
+def _op_targets(node: fx.Node) -> Any:
+    """What a custom op writes, as its schema says; all it gets where there is no schema."""
+    op = op_of(node)
+    if op is None:
+        return (node.args, node.kwargs)
+    names = [argument.name for argument in op._schema.arguments]
+    values = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return [
+        values.get(argument.name)
+        for argument in op._schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+
+
+def _targets_at_risk(node: fx.Node, effect: str) -> list[fx.Node]:
+    """What a value may be computed from too late, because of this call."""
+    if effect == "op":
+        return nodes_in(_op_targets(node))
+    if effect == "write" and (
+        _is_scatter(node) or "_foreach" in _name(node) or not _copies_into(node)[1]
+    ):
+        return nodes_in(_destination(node))
+    return [node] if _is_reinterpreted(node) else []
+
+
+def _is_reinterpreted(node: fx.Node) -> bool:
+    """A view as another dtype, or a view of one."""
+    values = [example_value(source) for source in _viewed(node)]
+    return len({value.dtype for value in values if isinstance(value, Tensor)}) > 1
+
+
+def _destination(node: fx.Node) -> Any:
+    """What an in-place function of torch writes."""
+    if "out" in node.kwargs:
+        return node.kwargs["out"]
+    return node.args[0] if node.args else ()
+
+
+def _name(node: fx.Node) -> str:
+    """What a node calls, without the module, and without the underscores of in-place forms."""
+    op = op_of(node)
+    if op is not None:
+        return op._schema.name.split("::")[1]
+    if isinstance(node.target, OpOverloadPacket):
+        return str(node.target).split(".")[1]
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
+_SCATTERS = frozenset(
+    {"index_put", "index_add", "index_copy", "index_fill", "index_reduce", "scatter"}
+    | {"scatter_add", "scatter_reduce", "slice_scatter", "select_scatter", "diagonal_scatter"}
+    | {"as_strided_scatter", "masked_scatter", "put"}
+)  # fmt: skip
+
+
+def _is_scatter(node: fx.Node) -> bool:
+    """Writes at indices, or gives a copy with something written at indices."""
+    if node.target is operator.setitem:
+        # a mask is a pointwise choice
+        index = [n for n in nodes_in(node.args[1]) if isinstance(example_value(n), Tensor)]
+        return bool(index) and all(example_value(n).dtype != torch.bool for n in index)
+    return _name(node).rstrip("_") in _SCATTERS
+
+
+def _is_product(node: fx.Node) -> bool:
+    """A matrix product too wide for Inductor to write it out as a sum."""
+    if _name(node) not in ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "__matmul__"):
+        return False
+    operands = [n for n in node.all_input_nodes if isinstance(example_value(n), Tensor)]
+    factor = operands[1 if _name(node) in ("addmm", "baddbmm") else 0] if operands else None
+    width = example_value(factor).shape[-1] if factor is not None else 0
+    return isinstance(width, int) and width > 8
+
+
+def _copies_into(node: fx.Node) -> tuple[list[fx.Node], bool]:
+    """What an in-place function copies from, and whether it fills its target as a whole."""
+    name = _name(node)
+    targets = nodes_in(_destination(node))
+    whole = _is_base(targets)
+    if node.target is operator.setitem:
+        index = node.args[1]
+        parts = index if isinstance(index, tuple) else (index,)
+        whole = whole and all(part is Ellipsis or part == slice(None) for part in parts)
+        sources = [] if _is_scatter(node) else nodes_in(node.args[2])
+    else:
+        sources = _operands(node) if name in ("copy_", "_foreach_copy_", "set_") else []
+    return [source for source in sources if any(_may_fill(source, t) for t in targets)], whole
+
+
+def _may_fill(source: fx.Node, target: fx.Node) -> bool:
+    """A tensor has as many elements as what another is, or is a view of."""
+    value, of = example_value(source), example_value(_viewed(target)[-1])
+    return isinstance(of, Tensor) and _may_equal(value, of)
+
+
+def _viewed(node: fx.Node) -> list[fx.Node]:
+    """A tensor and what it is a view of, up to an input or the call that made it."""
+    chain = [node]
+    while node.op in ("call_function", "call_method") and node.args:
+        source = node.args[0]
+        if not isinstance(source, fx.Node) or not storages(node) & storages(source):
+            break
+        chain.append(source)
+        node = source
+    return chain
+
+
+def _is_base(nodes: list[fx.Node]) -> bool:
+    """Each is all of its storage."""
+    for node in nodes:
+        value = example_value(node)
+        if not isinstance(value, Tensor) or value._is_view():
+            return False
+    return True
+
+
+_COPIES = frozenset(
+    {"clone", "contiguous", "copy", "alias", "to", "type", "type_as", "float", "double", "half"}
+    | {"bfloat16", "int", "long", "short", "byte", "bool", "repeat", "tile", "cat", "concat"}
+    | {"concatenate", "stack", "hstack", "vstack", "dstack", "row_stack", "column_stack", "pad"}
+    | {"round", "floor", "ceil", "trunc", "fix", "reshape", "flatten", "dropout", "positive"}
+    | {"roll", "detach_copy", "view_copy", "expand_copy", "broadcast_to", "repeat_interleave"}
+    | {"atleast_1d", "atleast_2d", "_to_copy", "constant_pad_nd", "ravel", "unfold_copy"}
+)  # fmt: skip
+
+
+def _copied(node: fx.Node) -> tuple[list[fx.Node], bool]:
+    """What Inductor may give in place of a call's result, and whether the call is arithmetic."""
+    value = example_value(node)
+    if not isinstance(value, Tensor) or node.op not in ("call_function", "call_method"):
+        return [], False
+    nothing, operands = _changes_nothing(node)
+    if not nothing:
+        operands = node.all_input_nodes if _name(node) in _COPIES else []
+    return [source for source in operands if _may_equal(example_value(source), value)], nothing
+
+
+def _may_equal(source: object, value: Tensor) -> bool:
+    if not isinstance(source, Tensor) or source.dtype != value.dtype:
+        return False
+    sizes = source.numel(), value.numel()
+    return not all(type(size) is int for size in sizes) or sizes[0] == sizes[1]
+
+
+_NEUTRAL = {
+    **dict.fromkeys(("add", "sub", "iadd", "isub", "subtract"), 0),
+    **dict.fromkeys(("mul", "imul", "multiply", "div", "divide", "truediv", "itruediv"), 1),
+    **dict.fromkeys(("true_divide", "floordiv", "ifloordiv", "floor_divide", "pow", "ipow"), 1),
+}
+_CONSTANTS = frozenset(
+    {"zeros", "ones", "full", "zeros_like", "ones_like", "full_like"}
+    | {"new_zeros", "new_ones", "new_full", "tensor", "scalar_tensor", "as_tensor"}
+)  # fmt: skip
+
+
+def _changes_nothing(node: fx.Node) -> tuple[bool, list[fx.Node]]:
+    """Arithmetic that may give its operand back, and which: ``x + 0``, ``x * torch.ones(4)``."""
+    neutral = _NEUTRAL.get(_name(node).rstrip("_"))
+    if neutral is None or len(node.args) + len(node.kwargs) < 2:
+        return False, []
+    operands = [*node.args[:2], *(node.kwargs.get(name) for name in ("other", "exponent"))]
+    operands = [operand for operand in operands if operand is not None][:2]
+    kept = [
+        operand
+        for operand, other in zip(operands, reversed(operands), strict=True)
+        if isinstance(operand, fx.Node)
+        and (_is_number(other, neutral) or _is_constant(other) or node.kwargs.get("alpha") == 0)
+    ]
+    return bool(kept), kept
+
+
+def _is_number(value: object, number: int) -> bool:
+    return isinstance(value, int | float) and value == number
+
+
+def _is_constant(value: object) -> bool:
+    """Made of one number, perhaps through views."""
+    while isinstance(value, fx.Node) and value.op in ("call_function", "call_method"):
+        if _name(value) in _CONSTANTS:
+            return True
+        value = value.args[0] if value.args else None
+    return False

@@ -1,0 +1,302 @@
+"""Which inputs of a step grow with the batch, in which dimension, and what pads them.
+
+Rewrites nothing. Roles are rooted in what ops declare of their arguments (``mtpgraph.declare``;
+the ops of this package do so where they are registered) and follow from there through equal sizes.
+Padding follows from what an input feeds, through views, casts, arithmetic and indexing. What is
+not known is noted as ``padding unknown``, with the argument and what to declare.
+
+An input that nothing ties to the batch is Static. That is always right, for a static input is used
+as it comes, and slow if it does grow.
+"""
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, fx
+
+from . import _compat
+from .check_row_independence import find_mixed
+from .choose_pads import choose_pads
+from .inputs import Batched, Static
+from .pad_flow import Fill, PadFlow, Problem
+from .report import Finding, collect, note
+from .roles import Contradiction, Roles, Root, find_roles, roots_of
+from .rows import Trace, expression, input_name, record
+from .stand_ins import Undecided, trace_step
+from .survey import Survey
+
+_NAME = "infer_batch"
+
+
+@dataclasses.dataclass(frozen=True)
+class InputRow:
+    """What was found of one input that grows, for a report.
+
+    Attributes:
+        argument: its name
+        dim, per, extra, pad: as of ``Batched``
+        because: the op and argument that it was inferred from
+        file, line: of that call
+    """
+
+    argument: str
+    dim: int
+    per: str
+    extra: int
+    pad: Fill
+    because: str
+    file: str
+    line: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Inferred:
+    """What is known of the arguments of a step.
+
+    Attributes:
+        inputs: for every argument that holds tensors, what it is to the batch
+        rows: the same as a table, for those that grow
+        findings: what stands against padding, or is not known
+        row_safe: padding cannot reach a real row, proven; otherwise run the step at exact sizes
+        decided: a batch with more requests or tokens would not tell more
+        tokens_per_request: tokens of each request, where the step fixes their number
+    """
+
+    inputs: dict[str, Batched | Static]
+    rows: tuple[InputRow, ...]
+    findings: tuple[Finding, ...]
+    row_safe: bool
+    decided: bool = True
+    tokens_per_request: int | None = None
+
+
+def infer_batch(graph: fx.Graph) -> int:
+    """Note what is not known of the inputs of a graph; returns 0."""
+    trace = record(graph)
+    names = {node: input_name(node) for node in trace.inputs}
+    for problem in _analyze(trace, names, {}).problems:
+        if problem.kind == "padding unknown":
+            note(problem.node, problem.kind, _NAME, problem.reason, problem.remedy)
+    return 0
+
+
+def infer_inputs(
+    fn: Callable[..., Any],
+    bound: inspect.BoundArguments,
+    given: Mapping[str, Batched | Static] | None = None,
+) -> Inferred:
+    """Trace a step once and find out what its arguments are to the batch. Runs nothing of it.
+
+    Args:
+        fn: the step
+        bound: the arguments of one call, with defaults
+        given: what the caller declared; it stands, and what is not in it is inferred
+
+    Raises:
+        whatever Dynamo does on a step that is not one graph
+    """
+    given = dict(given or {})
+    static: dict[str, Batched | Static] = {
+        name: given.get(name, Static())
+        for name, value in bound.arguments.items()
+        if Survey(value).tensors or name in given
+    }
+    try:
+        traced = trace_step(fn, bound, given)
+    except Undecided as error:
+        finding = Finding("padding unknown", _NAME, "", "", 0, "", str(error), error.remedy)
+        return Inferred(static, (), (finding,), row_safe=False, decided=False)
+    names = {
+        node: traced.names.get(node, f"what lies in {input_name(node)}")
+        for node in traced.trace.inputs
+    }
+    analysis = _analyze(traced.trace, names, given)
+    findings = list(dict.fromkeys(map(_finding, analysis.problems)))
+    inputs = static | {
+        row.argument: Batched(row.dim, row.pad, row.per, row.extra)  # pyright: ignore[reportArgumentType]
+        for row in analysis.rows
+        if row.argument not in given
+    }
+    return Inferred(
+        inputs,
+        analysis.rows,
+        tuple(findings),
+        row_safe=not findings,
+        tokens_per_request=_tokens_per_request(analysis.roles, traced.trace),
+    )
+
+
+def _finding(problem: Problem) -> Finding:
+    by = _NAME if problem.kind == "padding unknown" else "check_row_independence"
+    with collect() as findings:
+        note(problem.node, problem.kind, by, problem.reason, problem.remedy)
+    if problem.place is None:
+        return findings[0]
+    file, line, code = problem.place
+    return dataclasses.replace(findings[0], file=file, line=line, code=code, op="")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Analysis:
+    roles: Roles | None
+    rows: tuple[InputRow, ...]
+    problems: list[Problem]
+
+
+def _analyze(
+    trace: Trace, names: Mapping[fx.Node, str], given: Mapping[str, Batched | Static]
+) -> _Analysis:
+    declared = {
+        node: (name, spec)
+        for node, name in names.items()
+        if isinstance(spec := given.get(name), Batched)
+    }
+    anywhere = trace.gm.graph.output_node()
+    try:
+        roles = find_roles(trace, declared)
+    except Contradiction as error:
+        problem = Problem(anywhere, "padding unknown", str(error), "declare inputs")
+        return _Analysis(None, (), [problem])
+    problems = _used_for_size_alone(trace, names, given)
+    batched = any(isinstance(spec, Batched) for spec in given.values())
+    if not roles.symbols and not batched:
+        return _Analysis(roles, (), [_nothing_grows(trace, anywhere)])
+    shapes, found = _dims_that_grow(trace, roles, names)
+    problems += found
+    for node, (name, spec) in declared.items():
+        if roles.dims(trace.inputs[node]) != (spec.dim,):
+            tensor = trace.inputs[node]
+            fixed = spec.dim < tensor.dim() and not roles.dims(tensor)
+            reason = f"inputs[{name!r}] declares dimension {spec.dim} to grow, but the step " + (
+                f"takes its size for the constant {tensor.shape[spec.dim]}"
+                if fixed
+                else f"has sizes {_sizes_of(tensor, roles)}"
+            )
+            problems.append(Problem(node, "padding unknown", reason, "declare what does grow"))
+    fills, flow = choose_pads(trace, roles, names, given)
+    problems += find_mixed(trace, roles, flow)
+    problems += flow.problems
+    for name, node in flow.indexed.items():
+        if name in names.values() and name not in given:
+            reason = f"{name} indexes rows of the batch, and nothing says what it has an entry for"
+            remedy = f'declare inputs={{"{name}": Batched(...)}} or Static'
+            problems.append(Problem(node, "padding unknown", reason, remedy))
+    rows = tuple(
+        _row(names[node], dim, roles, fills[names[node]], flow, trace, trace.inputs[node])
+        for node, dim in shapes.items()
+    )
+    return _Analysis(roles, rows, problems)
+
+
+def _used_for_size_alone(
+    trace: Trace, names: Mapping[fx.Node, str], given: Mapping[str, Batched | Static]
+) -> list[Problem]:
+    """A size of an input that is declared to grow, and that the graph does not see otherwise."""
+    known = set[Any]().union(
+        *(expression(size).free_symbols for t in trace.inputs.values() for size in t.shape)
+    )
+    alone = [
+        node for node, size in trace.sizes.items() if not expression(size).free_symbols <= known
+    ]
+    unseen = [
+        name
+        for name, spec in given.items()
+        if isinstance(spec, Batched) and name not in names.values()
+    ]
+    if not alone or not unseen:
+        return []
+    reason = f"the size of {' or '.join(unseen)} is used as a number, which counts padding"
+    remedy = "count real rows, as in (seq_lens > 0).sum()"
+    user = next(iter(alone[0].users), alone[0])
+    return [Problem(user, "batch size as value", reason, remedy)]
+
+
+def _nothing_grows(trace: Trace, node: fx.Node) -> Problem:
+    roots = [root for call in trace.calls for root in roots_of(call)]
+    if roots:
+        root = roots[0]
+        assert root.call is not None
+        reason = (
+            f"{root.argument} of {root.call.name} is for {root.count} {root.unit}s whatever the "
+            "batch: the step fixes this size, or the tensors come in a container"
+        )
+        remedy = "pass each tensor that grows as an argument of its own"
+        return Problem(root.call.node, "padding unknown", reason, remedy)
+    reason = "no op in the step says which arguments have an entry per request or token"
+    return Problem(node, "padding unknown", reason, "declare inputs, or the ops: mtpgraph.declare")
+
+
+def _dims_that_grow(
+    trace: Trace, roles: Roles, names: Mapping[fx.Node, str]
+) -> tuple[dict[fx.Node, int], list[Problem]]:
+    found: dict[fx.Node, int] = {}
+    problems = []
+    for node, tensor in trace.inputs.items():
+        dims = roles.dims(tensor)
+        if not dims:
+            continue
+        if len(dims) == 1 and roles.spec(tensor.shape[dims[0]]) is not None:
+            found[node] = dims[0]
+        else:
+            reason = (
+                f"{names[node]} has sizes {_sizes_of(tensor, roles)}: padding takes one dimension "
+                "that has an entry per request or token"
+            )
+            problems.append(Problem(node, "padding unknown", reason, "declare inputs"))
+    return found, problems
+
+
+def _sizes_of(tensor: Tensor, roles: Roles) -> str:
+    names = {roles.requests: "requests", roles.tokens: "tokens"}
+    return ", ".join(
+        f"{names.get(roles.size(size)) or roles.size(size)} in dimension {dim}"
+        for dim, size in enumerate(tensor.shape)
+        if roles.grows(size)
+    )
+
+
+def _row(
+    name: str,
+    dim: int,
+    roles: Roles,
+    fill: Fill,
+    flow: PadFlow,
+    trace: Trace,
+    tensor: Tensor,
+) -> InputRow:
+    spec = roles.spec(tensor.shape[dim])
+    assert spec is not None
+    needs = flow.needs.get(name)
+    because, node = "", None
+    if needs:
+        because, node = f"{needs[0].call.name}({needs[0].argument})", needs[0].call.node
+    else:
+        root = _root_of(tensor.shape[dim], spec[1], roles, trace)
+        if root is not None:
+            because, node = str(root), root.call.node if root.call is not None else None
+    file, line = _compat.user_frame(node) if node is not None else ("", 0)
+    return InputRow(name, dim, spec[0], spec[1], fill, because, file, line)
+
+
+def _root_of(size: Any, extra: int, roles: Roles, trace: Trace) -> Root | None:
+    count = roles.size(expression(size) - extra)
+    for call in trace.calls:
+        for root in roots_of(call):
+            if roles.size(root.count) == count:
+                return root
+    return None
+
+
+def _tokens_per_request(roles: Roles | None, trace: Trace) -> int | None:
+    if roles is None or roles.requests is None:
+        return None
+    ratio: Any = (roles.tokens if roles.tokens is not None else roles.requests) / roles.requests
+    for tensor in trace.inputs.values():
+        for size in tensor.shape:
+            symbol, hint = expression(size), _compat.size_hint(size)
+            # a factor that does not grow is what it is in this call
+            if symbol in ratio.free_symbols - roles.symbols and hint is not None:
+                ratio = ratio.subs(symbol, hint)
+    return int(ratio) if ratio.is_Integer else None

@@ -1,0 +1,139 @@
+"""Single expressions over ``x`` [rows, 4] and ``i`` [rows], which grow, and ``w`` [8, 4], which
+does not: those that keep rows apart, and those that do not."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+Case = Callable[[Any, Any, Any], Any]
+
+
+def _shifted(x: Any, i: Any, w: Any) -> Any:
+    y = torch.zeros_like(x)
+    y[1:] = x[:-1]
+    return y
+
+
+def _behind(x: Any, i: Any, w: Any) -> Any:
+    y = x.new_zeros(x.shape[0] + 5, 4)
+    y[5:] = x
+    return y[: x.shape[0]]
+
+
+def _set(target: Any, index: Any, value: Any) -> Any:
+    target[index] = value
+    return target
+
+
+SAFE: dict[str, Case] = {
+    "larger of two": lambda x, i, w: torch.max(x, x * 2),
+    "max of features": lambda x, i, w: x.max(1).values + x.max(-1).indices,
+    "flat": lambda x, i, w: x.view(-1)[::2],
+    "normalize features": lambda x, i, w: F.normalize(x, dim=1),
+    "outer": lambda x, i, w: torch.outer(x[:, 0], x[:, 1]),
+    "shift by writing": _shifted,
+    "front rows by writing": _behind,
+    "random": lambda x, i, w: x + torch.rand_like(x) * torch.zeros_like(x),
+    "one hot": lambda x, i, w: F.one_hot(i, 9).to(x.dtype),
+    "repeat interleave": lambda x, i, w: x.repeat_interleave(2, 0),
+    "stack behind": lambda x, i, w: torch.stack([x, x], 1).view(-1, 4),
+    "einsum of rows": lambda x, i, w: torch.einsum("sd,sd->s", x, x),
+    "transposed and back": lambda x, i, w: x.swapaxes(0, 1).reshape(4, -1),
+    "group norm": lambda x, i, w: F.group_norm(x.unsqueeze(-1), 2),
+    "pool features": lambda x, i, w: F.avg_pool1d(x.unsqueeze(1), 2),
+    "gram": lambda x, i, w: x @ x.t(),
+    "difference": lambda x, i, w: torch.diff(x, dim=0),
+    "every other": lambda x, i, w: x[::2],
+    "every other but the last": lambda x, i, w: x[: x.shape[0] - 1 : 2],
+    "from the third": lambda x, i, w: x[2:],
+    "gather features": lambda x, i, w: x.gather(1, (i % 4).unsqueeze(1)),
+    "rows by index": lambda x, i, w: w.index_select(0, i % 8),
+    "first row kept": lambda x, i, w: w.add_(x[0]),
+    "count up": lambda x, i, w: (w.add_(1), x),
+    "pad features": lambda x, i, w: F.pad(x, (1, 2)),
+    "baddbmm": lambda x, i, w: torch.baddbmm(x[:, None], x[:, None], w.t() @ w + x[:, :1, None]),
+    "bias of linear": lambda x, i, w: F.linear(x, w, w[:, 0]),
+    "glu": lambda x, i, w: F.glu(x, -1),
+    "dropout off": lambda x, i, w: F.dropout(x, 0.5, training=False),
+    "batch norm eval": lambda x, i, w: F.batch_norm(x, w[0], w[1].abs() + 1, training=False),
+    "mask": lambda x, i, w: x.masked_fill(i.unsqueeze(1) > 3, -1.0).clamp(min=0),
+    "lengths of rows": lambda x, i, w: torch.linalg.vector_norm(x, dim=-1),
+    "eval of a tril": lambda x, i, w: torch.tril(x @ x.t()),
+    "integers": lambda x, i, w: (i * 3 + 1) // 2 % 5,
+    "windows of features": lambda x, i, w: x.unfold(1, 2, 1).amax(-1),
+    "any of integers": lambda x, i, w: torch.where((i > 3).any(), x, -x),
+    "autocast": lambda x, i, w: F.linear(x.bfloat16(), w.bfloat16()),
+}  # fmt: skip
+
+UNSAFE: dict[str, Case] = {
+    "unflatten in front": lambda x, i, w: x.repeat_interleave(2, 0).unflatten(0, (2, -1)),
+    "expand and merge": lambda x, i, w: x.expand(3, -1, -1).reshape(-1, 4),
+    "sum from behind": lambda x, i, w: x.sum(dim=-2),
+    "max of all": lambda x, i, w: x / x.max(),
+    "argmax of all": lambda x, i, w: x.argmax() + i,
+    "topk of flat": lambda x, i, w: x.flatten().topk(3).values,
+    "normalize rows": lambda x, i, w: F.normalize(x, dim=0),
+    "view across": lambda x, i, w: x.view(-1).view(4, -1),
+    "cdist": lambda x, i, w: torch.cdist(x, x),
+    "std": lambda x, i, w: x / x.std(),
+    "cosine": lambda x, i, w: F.cosine_similarity(x, x * 2, dim=0),
+    "put": lambda x, i, w: _set(torch.zeros_like(x), i % 2, x),
+    "scatter add": lambda x, i, w: torch.zeros_like(x).scatter_add(0, i.unsqueeze(1) % 2, x),
+    "index add": lambda x, i, w: torch.zeros_like(x).index_add_(0, i % 2, x),
+    "full": lambda x, i, w: torch.full_like(x, x.shape[0]),
+    "scalar tensor": lambda x, i, w: x / torch.tensor(x.shape[0]),
+    "tensor of sizes": lambda x, i, w: x / torch.tensor([x.shape[0], 1, 1, 1]),
+    "linspace": lambda x, i, w: torch.linspace(0, 1, x.shape[0]),
+    "last position": lambda x, i, w: torch.arange(x.shape[0]) / (x.shape[0] - 1),
+    "clamp to size": lambda x, i, w: i.clamp(max=x.shape[0] - 1),
+    "stack and merge": lambda x, i, w: torch.stack([x, x]).view(-1, 4),
+    "einsum over rows": lambda x, i, w: torch.einsum("sd,se->de", x, x),
+    "windows": lambda x, i, w: x.unfold(0, 2, 1),
+    "pool rows": lambda x, i, w: F.max_pool1d(x.t().unsqueeze(0), 2),
+    "three rows": lambda x, i, w: x[:3],
+    "half of the rows": lambda x, i, w: x[: x.shape[0] // 2],
+    "half of the rows by twos": lambda x, i, w: x[: x.shape[0] // 2 : 2],
+    "third row": lambda x, i, w: x[2],
+    "sizes of a split": lambda x, i, w: torch.split(x, [2, x.shape[0] - 2]),
+    "flat sum": lambda x, i, w: x.reshape(1, -1).sum(1),
+    "any": lambda x, i, w: torch.where((x > 3).any(), x, -x),
+    "histogram": lambda x, i, w: torch.histc(x),
+    "attention by hand": lambda x, i, w: (x @ x.t()).softmax(-1) @ x,
+    "logsumexp": lambda x, i, w: x.logsumexp(0),
+    "write a window": lambda x, i, w: w.view(-1)[: x.shape[0]].copy_(x[:, 0]),
+    "zero a window": lambda x, i, w: w[: x.shape[0]].zero_(),
+    "add to a table": lambda x, i, w: w.index_add_(0, i, x),
+    "put in a table": lambda x, i, w: _set(w, i, x),
+    "mean into a table": lambda x, i, w: w[0].copy_(x.mean(0)),
+    "contiguous view": lambda x, i, w: x.permute(1, 0).contiguous().view(-1, 4),
+    "median": lambda x, i, w: x.median(0).values,
+    "kth value": lambda x, i, w: x.kthvalue(2, dim=0).values,
+    "replicate": lambda x, i, w: F.pad(x.t().unsqueeze(0), (1, 1), mode="replicate"),
+    "negative index": lambda x, i, w: x[i - 3],
+    "search": lambda x, i, w: torch.searchsorted(i, i),
+    "is in": lambda x, i, w: torch.isin(i, i * 2),
+    "embedding bag": lambda x, i, w: F.embedding_bag(i, w, i * 0),
+    "reversed arange": lambda x, i, w: x[torch.arange(x.shape[0] - 1, -1, -1)],
+    "diagonal": lambda x, i, w: (x @ x.t()).diagonal(),
+    "trace": lambda x, i, w: x * (x @ x.t()).trace(),
+    "power of size": lambda x, i, w: x * x.shape[0] ** -0.5,
+    "even sizes": lambda x, i, w: x * (2 if x.shape[0] % 2 else 3),
+    "layer norm over all": lambda x, i, w: F.layer_norm(x.t(), (x.shape[0],)),
+    "triangle": lambda x, i, w: torch.triu_indices(x.shape[0], x.shape[0])[0],
+    "take": lambda x, i, w: x.take(i),
+    "largest of flattened heads": lambda x, i, w: x.view(-1, 2).view(-1, 2, 2).amax(0),
+    "inverse": lambda x, i, w: torch.linalg.inv(x.unsqueeze(1) * x.unsqueeze(2) + torch.eye(4)),
+    "convolution over rows": lambda x, i, w: F.conv1d(x.t().unsqueeze(0), w[:4].view(1, 4, 4)),
+    "weights of rows": lambda x, i, w: F.conv1d(w.view(1, 4, 8), x.unsqueeze(-1)),
+    "fast fourier": lambda x, i, w: torch.fft.rfft(x, dim=0).abs(),
+    "sum to size": lambda x, i, w: x.sum_to_size(1, 4),
+    "tile": lambda x, i, w: x.tile(2, 1),
+    "roll of all": lambda x, i, w: x.roll(1),
+    "aminmax": lambda x, i, w: x - x.aminmax().min,
+    "cat in the middle": lambda x, i, w: torch.cat([w, x, w]),
+    "behind a row": lambda x, i, w: torch.cat([x, w[:1]])[1:],
+    "cond": lambda x, i, w: torch.cond(w.sum() > 0, lambda a: a.sum(0), lambda a: a[0] * 1, (x,)),
+    "masked": lambda x, i, w: torch.zeros_like(x).masked_scatter(x > 0, x),
+}  # fmt: skip
