@@ -106,6 +106,14 @@ _CHECKS = (
 )
 
 
+def _item(node: fx.Node) -> Words | None:
+    """Under ``dynamic=True`` the tracer passes a Python float as a tensor of the CPU, and reads it;
+    it knows the number then, and not that of any other tensor."""
+    value = example_value(node)
+    known = isinstance(value, torch.SymFloat) and not unbacked_symbols(value)
+    return None if known else _ITEM
+
+
 def _where(node: fx.Node) -> Words | None:
     return _MASKED if len(node.args) + len(node.kwargs) == 1 else None
 
@@ -236,7 +244,7 @@ _OFF_DEVICE = (
 )
 
 _CALLS: dict[str, Words | Callable[[fx.Node], Words | None]] = {
-    **dict.fromkeys(("item", "tolist", "_local_scalar_dense"), _ITEM),
+    **dict.fromkeys(("item", "tolist", "_local_scalar_dense"), _item),
     **dict.fromkeys(
         ("equal", "allclose", "is_nonzero"),
         _reads_number("compare as a tensor: (a == b).all(), and choose by torch.where"),

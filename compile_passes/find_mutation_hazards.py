@@ -4,8 +4,9 @@ Inductor (seen in 2.11 to 2.14) takes some copies for nothing, and computes some
 the program says. Where memory is written in between, the result is silently wrong. The pass finds
 five forms of this and inserts ``mtpgraph::snapshot``, an opaque copy:
 
-- **late read**: a value computed from memory that a custom op then writes, used after the op. The
-  snapshot is of the value: ``new = lens + n; op_(lens, new - 1); new * 2``;
+- **late read**: a value computed from memory that a custom op then writes, used after the op, or
+  by something that Inductor may move behind the op. The snapshot is of the value:
+  ``new = lens + n; op_(lens, new - 1); new * 2``;
 - **merged arguments**: an op that writes one argument gets another that is a copy of it:
   ``y = x.clone(); op_(y, x)`` runs as ``op_(x, x)``. The snapshot takes the place of the copy;
 - **stale copy**: a copy of an input ends up in another input after the first was written:
@@ -21,7 +22,6 @@ never of a state pool that the user did not copy.
 
 Left alone
 - views: what is read through a view after a write is the written value, in eager too;
-- a value that the writing op gets itself, as a whole: it is in memory when the op runs;
 - results of custom ops and of matrix products: Inductor computes these where they stand;
 - pointwise values that are live across in-place functions of torch: these are safe, but for
   values read through a view as another dtype;
@@ -91,8 +91,8 @@ _REASONS: dict[Form, tuple[str, str]] = {
     "late read": (
         "this value reads memory that {writer} writes, and is used after that; Inductor would "
         "compute it from what was written",
-        "a copy of the value was inserted; to save it, give the op this value itself, or finish "
-        "what needs it before the op",
+        "a copy of the value was inserted; to save it, finish what needs the value before the op, "
+        "or let a functional op compute what is written and store that by copy_",
     ),
     "merged arguments": (
         "{writer} gets this copy together with its source and writes one of them; Inductor would "
@@ -137,6 +137,10 @@ def _insert(graph: fx.Graph, hazard: _Hazard, memory: "_Storages") -> int:
             with graph.inserting_after(value):
                 copy = _snapshot(graph, value, node)
             value.replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user != copy)
+            # what were views of the value are now views of the copy
+            fakes = example_value(copy), example_value(value)
+            value.meta["example_value"], copy.meta["example_value"] = fakes
+            memory.forget(value)
     reason, remedy = _REASONS[hazard.form]
     reason = reason.format(writer=_spoken(hazard.writer))
     if not targets:
@@ -169,7 +173,8 @@ def _results(node: fx.Node) -> list[fx.Node]:
 
 def _operands(node: fx.Node) -> list[fx.Node]:
     """The tensors that a write takes, apart from those that it writes."""
-    targets = set() if _name(node) == "copy_" else set(nodes_in(_destination(node)))
+    copies = _name(node) in ("copy_", "setitem")
+    targets = set() if copies else set(nodes_in(_destination(node)))
     given = nodes_in((node.args[1:], node.kwargs))
     return [
         source
@@ -192,6 +197,10 @@ class _Storages:
             known = storages(node) if has_example_value(node) else set()
             found = self._of[node] = frozenset(known - {UNKNOWN})
         return found
+
+    def forget(self, node: fx.Node) -> None:
+        """What was recorded for a node is another tensor now."""
+        self._of.pop(node, None)
 
     def of_all(self, nodes: Iterable[fx.Node]) -> set[int]:
         return set().union(*map(self.of, nodes))
@@ -235,13 +244,9 @@ class _Scan:
         self.past: dict[int, set[int]] = defaultdict(set)
         self.readers: dict[int, set[int]] = defaultdict(set)
         self.linked: set[int] = set()
-        # the call that made a storage, where that holds it as a whole
-        self.whole: dict[fx.Node, int] = {}
         self.writers: dict[int, fx.Node] = {}
         # pairs of a storage and one that it is computed from through a view as another dtype
         self.reinterpreted: set[tuple[int, int]] = set()
-        # values that a scatter changed a copy of
-        self.scattered: set[int] = set()
         self.found: dict[tuple[Any, ...], _Hazard] = {}
         self.order = {node: index for index, node in enumerate(self.nodes)}
         self.fresh_value = iter(range(1, 1 << 62))
@@ -256,10 +261,7 @@ class _Scan:
         self.at_risk = self.memory.of_all(
             target for node, effect in effects.items() for target in _targets_at_risk(node, effect)
         )
-        self.last_use: dict[int, int] = {}
-        for node in self.nodes:
-            for storage in self.memory.of_all(node.all_input_nodes):
-                self.last_use[storage] = self.order[node]
+        self._find_uses(effects)
         visit = {
             "input": self._input,
             "value": self._value,
@@ -272,6 +274,41 @@ class _Scan:
             visit[effects[node]](node)
         self.memory.pending = {s: set(memory.pending) for s, memory in self.state.items()}
         return sorted(self.found.values(), key=lambda hazard: self.order[hazard.place.node])
+
+    def _find_uses(self, effects: dict[fx.Node, str]) -> None:
+        """Who uses each storage, and how far Inductor may move each use.
+
+        It moves what writes nothing behind what does, up to the first use of the result.
+        """
+        self.last_use: dict[int, int] = {}
+        self.uses: dict[int, list[fx.Node]] = defaultdict(list)
+        # the first and the last use of what a call gives that cannot be moved itself
+        self.pinned: dict[fx.Node, tuple[float, float]] = {}
+        inputs = self.memory.of_all(node for node in self.nodes if effects[node] == "input")
+        for node in reversed(self.nodes):
+            given = self.memory.of_all(node.all_input_nodes)
+            made = self.memory.of(node) - given
+            if effects[node] == "write":
+                made |= self.memory.of_all(nodes_in(_destination(node)))
+            order = float(self.order[node])
+            if effects[node] not in ("value", "write", "op") or _op_writes(node, effects[node]):
+                self.pinned[node] = order, order
+            else:
+                spans = [self.pinned[user] for storage in made for user in self.uses[storage]]
+                last = float("inf") if made & inputs else max((b for _, b in spans), default=-1.0)
+                self.pinned[node] = min((a for a, _ in spans), default=float("inf")), last
+            for storage in given:
+                self.last_use.setdefault(storage, self.order[node])
+                # a view has no use of its own, those of the view are seen themselves
+                if made or order == self.pinned[node][0]:
+                    self.uses[storage].append(node)
+
+    def _straddles(self, storage: int, at: fx.Node) -> bool:
+        """Some uses of a value stay before a call, and others may be moved behind it."""
+        order = self.order[at]
+        spans = [self.pinned[user] for user in self.uses[storage] if self.order[user] <= order]
+        stay = any(first <= order for first, _ in spans)
+        return stay and any(first > order and last > order for first, last in spans)
 
     def _at(self, storage: int) -> _Memory:
         if storage not in self.state:
@@ -308,20 +345,15 @@ class _Scan:
         bases = self.memory.of_all(nodes_in(node.args[0])) if _is_scatter(node) else set()
         for storage in fresh:
             memory = self.state[storage] = _Memory({next(self.fresh_value)})
-            self.whole[node] = storage
             self._read_late(storage, reads, place)
             self.reinterpreted |= {(storage, read) for read in viewed & reads}
             for source in self.memory.of_all(copied):
                 self._copy(storage, source, place, node if arithmetic else None)
             for base in bases:
+                self._change_copy(storage, self._at(base), node)
                 memory.based |= dict.fromkeys(self._at(base).values, place)
-                self.scattered |= self._at(base).values
                 self.linked.add(storage)
                 memory.moved = True
-        if not isinstance(example_value(node), Tensor):
-            for user in node.users:
-                if user.target is operator.getitem:
-                    self.whole.update((user, storage) for storage in self.memory.of(user) & fresh)
 
     def _late(self, given: Iterable[int]) -> set[int]:
         """Storages at risk that a value computed from ``given`` may read when it is used."""
@@ -360,44 +392,57 @@ class _Scan:
             self._before_write(target, node)
             before = self._at(target)
             given = self.memory.of_all(operands)
-            if self._reads_own(node, target, given) or self._restores(target, copies):
+            if self._reads_own(node, target, operands) or self._restores(target, copies):
                 self._hazard(place, "own operand", (target, *given), node, target)
             memory = self.state[target] = _Memory({next(self.fresh_value)})
             memory.moved = before.moved
-            if not (copies and whole):
+            copied = self.memory.of_all(copies)
+            if not (copies and whole) or target in copied:
                 for source in before.pending:
                     for earlier in before.pending[source]:
                         self._read_late(target, (source,), earlier)
             if not _is_scatter(node) and place not in self.cut:
                 self._read_late(target, self._late(given), place)
-            if _changes_nothing(node)[0]:
+            if _changes_nothing(node)[0] or target in copied:
                 memory.values |= before.values
                 memory.links |= before.links
-            if copies:
-                for source in self.memory.of_all(copies) - {target}:
-                    self._copy(target, source, place, None)
+            for source in copied - {target}:
+                self._copy(target, source, place, None)
             if not whole or _is_scatter(node):
+                self._change_copy(target, before, node)
                 memory.based |= {**before.links, **before.based}
                 memory.moved = True
                 self.linked.add(target)
-                self.scattered |= before.values
             self.writers[target] = node
 
-    def _reads_own(self, node: fx.Node, target: int, given: Iterable[int]) -> bool:
+    def _change_copy(self, target: int, copy: _Memory, writer: fx.Node) -> None:
+        """A copy of what an input held before it was written is changed itself."""
+        for source in self.inputs:
+            for value in copy.links.keys() & self.past[source]:
+                if source != target:
+                    self._hazard(copy.links[value], "stale copy", (source,), writer, target)
+
+    def _reads_own(self, node: fx.Node, target: int, operands: Iterable[fx.Node]) -> bool:
         """What an in-place function takes is computed from what it writes, in the same kernel."""
         if _is_scatter(node):
             return False
         memory = self._at(target)
-        others = [self._at(storage) for storage in given if storage != target]
-        if not _copies_into(node)[1] and any(memory.values & other.values for other in others):
-            # a copy of one part goes to another
-            return True
         at_once = memory.moved or "_foreach" in _name(node)
-        return at_once and any(target in other.pending for other in others)
+        of_a_part = not _copies_into(node)[1]
+        for operand in operands:
+            for storage in self.memory.of(operand) - {target}:
+                other = self._at(storage)
+                # a view, or a copy that is dropped, is not in memory where its source is not
+                unmade = len(_viewed(operand)) > 1 or bool(other.links)
+                if target in other.pending and (at_once or (of_a_part and unmade)):
+                    return True
+                if of_a_part and memory.values & other.values:
+                    return True
+        return False
 
     def _restores(self, target: int, copies: Iterable[fx.Node]) -> bool:
-        """An input gets back what it held when a scatter made a changed copy of that."""
-        own = (self._at(target).values | self.past[target]) & self.scattered
+        """An input gets back what it held; Inductor may by then have put a changed copy there."""
+        own = self._at(target).values | self.past[target]
         given = (self._at(source).values for source in self.memory.of_all(copies))
         return target in self.inputs and any(values & own for values in given)
 
@@ -430,12 +475,14 @@ class _Scan:
     def _op(self, node: fx.Node) -> None:
         """A call of a custom op, or of what this pass cannot see into."""
         given = self.memory.of_all(node.all_input_nodes)
-        targets = self.memory.of_all(nodes_in(_op_targets(node)))
-        held = {self.whole[arg] for arg in node.all_input_nodes if arg in self.whole}
+        written = nodes_in(_op_targets(node))
+        targets = self.memory.of_all(written)
         for target in targets:
             for reader in list(self.readers[target]):
                 places = self._at(reader).pending.get(target)
-                if not places or reader in held or not self._is_live(reader, node):
+                if not places:
+                    continue
+                if not self._is_live(reader, node) and not self._straddles(reader, node):
                     continue
                 if self._is_stored_first(reader, target, places):
                     continue
@@ -445,19 +492,15 @@ class _Scan:
         for target in targets:
             self._before_write(target, node)
             before = self._at(target)
+            self._change_copy(target, before, node)
             memory = self.state[target] = _Memory({next(self.fresh_value)}, moved=True)
             memory.based = {**before.links, **before.based}
-            if target not in held:
+            if not all(map(_is_base, written)):
                 memory.pending = before.pending
             self.linked.add(target)
             self.writers[target] = node
-        if targets & self.inputs.keys():
-            # the op stays in the graph for what it writes, so its arguments are in memory by now
-            for storage in held:
-                self._at(storage).pending = {}
         for storage in self.memory.of(node) - given:
             self.state[storage] = _Memory({next(self.fresh_value)})
-            self.whole[node] = storage
 
     def _kernel(self, node: fx.Node) -> None:
         """A Triton kernel of the user's: its writes are in order, its arguments may be merged."""
@@ -592,6 +635,10 @@ def _targets_at_risk(node: fx.Node, effect: str) -> list[fx.Node]:
     return [node] if _is_reinterpreted(node) else []
 
 
+def _op_writes(node: fx.Node, effect: str) -> bool:
+    return effect == "op" and bool(nodes_in(_op_targets(node)))
+
+
 def _is_reinterpreted(node: fx.Node) -> bool:
     """A view as another dtype, or a view of one."""
     values = [example_value(source) for source in _viewed(node)]
@@ -645,7 +692,7 @@ def _copies_into(node: fx.Node) -> tuple[list[fx.Node], bool]:
     """What an in-place function copies from, and whether it fills its target as a whole."""
     name = _name(node)
     targets = nodes_in(_destination(node))
-    whole = _is_base(targets)
+    whole = all(map(_is_base, targets))
     if node.target is operator.setitem:
         index = node.args[1]
         parts = index if isinstance(index, tuple) else (index,)
@@ -674,13 +721,10 @@ def _viewed(node: fx.Node) -> list[fx.Node]:
     return chain
 
 
-def _is_base(nodes: list[fx.Node]) -> bool:
-    """Each is all of its storage."""
-    for node in nodes:
-        value = example_value(node)
-        if not isinstance(value, Tensor) or value._is_view():
-            return False
-    return True
+def _is_base(node: fx.Node) -> bool:
+    """A tensor that is no view."""
+    value = example_value(node)
+    return isinstance(value, Tensor) and not value._is_view()
 
 
 _COPIES = frozenset(

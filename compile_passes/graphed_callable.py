@@ -41,9 +41,7 @@ class GraphedCallable:
         self._seen: set[Any] = set()
 
     def __call__(self, *args: Any) -> Any:
-        key = tuple(
-            (arg.shape, arg.stride(), arg.dtype) if isinstance(arg, Tensor) else arg for arg in args
-        )
+        key = tuple(map(_key, args))
         graph = self._graph(key, args)
         if graph is None:
             self._stats.eager_calls += 1
@@ -101,3 +99,17 @@ class GraphedCallable:
             return None
         buffer = torch.empty_strided(arg.shape, arg.stride(), dtype=arg.dtype, device=arg.device)
         return buffer.copy_(arg)
+
+
+def _key(arg: Any) -> Any:
+    """What a graph is for: the layout of a tensor, and the value of a number.
+
+    The tracer passes a Python float as a tensor of the CPU without dimensions, which code reads
+    while it is recorded.
+    """
+    if not isinstance(arg, Tensor):
+        return arg
+    if arg.dim() == 0 and arg.device.type == "cpu":
+        # as text, -0.0 is not 0.0 and a NaN is itself
+        return arg.dtype, repr(arg.item())
+    return arg.shape, arg.stride(), arg.dtype

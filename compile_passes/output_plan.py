@@ -5,7 +5,8 @@ that were declared to grow. Nothing is guessed from numbers that happen to be eq
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import NoneType
 from typing import Any, NamedTuple
 
 import sympy
@@ -15,6 +16,8 @@ from torch import Tensor
 from . import _compat
 from .inputs import Batched
 
+# the size of an input whose content the graph does not read: whether it grows is not known
+_UNSEEN = sympy.Symbol("unseen", integer=True)
 _UNITS = dict(
     zip(("request", "token"), sympy.symbols("requests tokens", integer=True), strict=True)
 )
@@ -172,7 +175,13 @@ def _units(
             if len(length.free_symbols) == 1:
                 (symbol,) = length.free_symbols
                 units[symbol] = sympy.solve(length - _UNITS[spec.per] - spec.extra, symbol)[0]
-    return units
+    seen = _symbols(size for shape in sizes.inputs if isinstance(shape, tuple) for size in shape)
+    alone = _symbols(size for size in sizes.inputs if not isinstance(size, tuple | NoneType))
+    return units | dict.fromkeys(alone - seen, _UNSEEN)
+
+
+def _symbols(expressions: Iterable[Any]) -> set[Any]:
+    return set[Any]().union(*(sympy.sympify(size).free_symbols for size in expressions))
 
 
 def _check_leaf(place: int, leaf: Any, symbolic_numbers: bool) -> None:
@@ -194,6 +203,11 @@ def _cuts(place: int, sizes: Sequence[Any], units: Mapping[Any, sympy.Expr]) -> 
         expression = sympy.sympify(size)
         if expression.free_symbols & units.keys():
             cut = _cut(dim, expression, units)
+            if _UNSEEN in expression.xreplace(dict(units)).free_symbols:
+                raise ValueError(
+                    f"outputs must not take their size from an input that the step reads nothing "
+                    f"else of, got dimension {dim} of output {place}: padding could not be cut"
+                )
             if cut is None:
                 raise ValueError(
                     f"outputs must have their real rows in front, got size {expression} in "

@@ -309,6 +309,20 @@ class TestGraphedCallable:
                 call(torch.ones(count), state, size)
         assert (stats.eager_calls, stats.captures, stats.replays) == (3, 3, 6)
 
+    def test_a_number_in_a_tensor_of_the_cpu_has_graphs_of_its_own(self):
+        """A Python float comes like this, and the code reads it while it is recorded."""
+
+        def run(x: Tensor, scale: Tensor) -> list[Tensor]:
+            return [x * float(scale)]
+
+        stats = Stats()
+        call = GraphedCallable(run, PretendedDevice(), [False, False], stats, Options())
+        for _ in range(3):
+            for scale in (0.5, 2.0, -0.0, 0.0):
+                (out,) = call(torch.ones(2), torch.tensor(scale, dtype=torch.float64))
+                assert_same_bits(out, torch.ones(2) * scale)
+        assert (stats.eager_calls, stats.captures, stats.replays) == (4, 4, 8)
+
     def test_what_is_written_stays_where_it_lies(self):
         device = PretendedDevice()
         call, stats = self.make(device, [False, True, False])

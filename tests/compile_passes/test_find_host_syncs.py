@@ -286,3 +286,16 @@ def test_the_benchmarked_step_has_none(monkeypatch: pytest.MonkeyPatch):
     caches = bench_step.make_caches(sizes, 2, 8)
     with torch.no_grad():
         assert findings_of(model, *bench_step.make_batch(sizes, 2, 2, 70, 4), caches) == []
+
+
+def test_a_python_float_of_a_dynamic_trace_is_no_sync() -> None:
+    """The tracer makes it a tensor and reads it; a tensor of the user's is another matter."""
+
+    def program(x: Tensor, scale: Any) -> Tensor:
+        return x * (scale if isinstance(scale, float) else scale.item())
+
+    for scale, count in ((0.5, 0), (torch.tensor(0.5), 1)):
+        _, probe = support.trace(
+            program, torch.ones(3), scale, passes=(find_host_syncs,), dynamic=True
+        )
+        assert len(probe.manager.findings) == count

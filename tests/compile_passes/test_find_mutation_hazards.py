@@ -15,9 +15,12 @@ from torch import Tensor, fx
 
 from mtpgraph import bench_step
 from mtpgraph.compile_passes import _compat
+from mtpgraph.compile_passes.find_host_syncs import find_host_syncs
 from mtpgraph.compile_passes.find_mutation_hazards import find_mutation_hazards
 from mtpgraph.compile_passes.graph_pass import PassManager
 from mtpgraph.compile_passes.report import Finding
+from mtpgraph.example.cache import make_caches
+from mtpgraph.example.model import load
 from tests.compile_passes import support
 
 _LIBRARY = torch.library.Library("mtpgraph_hazards", "FRAGMENT")
@@ -120,6 +123,21 @@ def a1_op_gets_a_view_of_it(lens, n, prev, rows):
     return new * 2
 
 
+def a1_op_gets_the_value_itself(lens, n, prev, rows):
+    """The op gets a copy of its own, and the value is computed once more after it."""
+    new = lens * 2
+    OPS.write_(lens, new)
+    return new * 2
+
+
+def a1_scatter_moved_behind_the_op(lens, n, prev, rows):
+    """Nothing is used late in the program; the scatter moves to where its target is read."""
+    new = torch.where(prev > 10, n, lens)
+    prev[rows] = new[:2] + 1
+    OPS.advance_(lens, new - 1)
+    return prev + n
+
+
 def a1_stored_in_another_input(lens, n, prev, rows):
     prev.copy_(lens + 1)
     OPS.advance_(lens, n)
@@ -217,6 +235,13 @@ def a3_between_two_writes(lens, n, prev, rows):
     prev.copy_(old)
 
 
+def a3_clone_changed_by_an_op_after_its_source(lens, n, prev, rows):
+    old = lens.clone()
+    lens[rows] = n[:2]
+    OPS.advance_(old, n)
+    return old
+
+
 def a3_scatter_into_a_clone(lens, n, prev, rows):
     changed = lens.clone()
     changed[rows] = n[:2]
@@ -262,6 +287,15 @@ def own_operand_of_foreach(lens, n, prev, rows):
     return lens * 2
 
 
+def own_operand_is_a_view_of_what_reads_it(lens, n, prev, rows):
+    doubled = lens * 2
+    lens[1:] = doubled[:-1]
+
+
+def own_part_copied_to_another(lens, n, prev, rows):
+    lens[1:] = lens[:-1].clone()
+
+
 def own_copy_after_a_scatter(lens, n, prev, rows):
     old = lens.clone()
     changed = lens.index_put((rows,), n[:2])
@@ -276,6 +310,8 @@ TRIGGERS: list[Program] = [
     a1_buffer_of_the_step_itself,
     a1_gathered,
     a1_op_gets_a_view_of_it,
+    a1_op_gets_the_value_itself,
+    a1_scatter_moved_behind_the_op,
     a1_stored_in_another_input,
     a1_added_to_another_input,
     a2_clone_and_source,
@@ -291,6 +327,7 @@ TRIGGERS: list[Program] = [
     a3_slices,
     a3_copied_before_the_op_but_read_earlier,
     a3_between_two_writes,
+    a3_clone_changed_by_an_op_after_its_source,
     a3_scatter_into_a_clone,
     a4_divided_by_one,
     a4_times_ones,
@@ -299,6 +336,8 @@ TRIGGERS: list[Program] = [
     a4_clone_of_what_a_scatter_wrote,
     own_operand_after_a_scatter,
     own_operand_of_foreach,
+    own_operand_is_a_view_of_what_reads_it,
+    own_part_copied_to_another,
     own_copy_after_a_scatter,
 ]
 _RIGHT_BEFORE_2_14 = {"a2_persistent_buffer", "a2_times_one", "a4_divided_by_one"}
@@ -308,12 +347,6 @@ TORCH_IS_WRONG = {
     "2.13": _ALL - _RIGHT_BEFORE_2_14,
     "2.14": _ALL,
 }
-
-
-def a1_op_gets_the_value_itself(lens, n, prev, rows):
-    new = lens + n
-    OPS.write_(lens, new)
-    return new * 2
 
 
 def a1_read_through_an_opaque_op(lens, n, prev, rows):
@@ -401,6 +434,14 @@ def a4_nothing_to_alias(lens, n, prev, rows):
     return z * 1, lens.clone()
 
 
+def a_part_is_rotated_in_place(lens, n, prev, rows):
+    """As rotary embeddings written in place do."""
+    q = lens * 3
+    q[:2] = torch.cat([-q[1:2], q[:1]]) * n[:2] + q[:2]
+    lens[:2] = lens[:2].flip(0) * 3
+    return q
+
+
 def gather_compute_and_scatter_back(lens, n, prev, rows):
     """A state update written out in torch."""
     h = lens[rows] * 3 + n[:2]
@@ -409,7 +450,6 @@ def gather_compute_and_scatter_back(lens, n, prev, rows):
 
 
 SAFE: list[Program] = [
-    a1_op_gets_the_value_itself,
     a1_read_through_an_opaque_op,
     a1_functional_op_and_copy,
     a1_in_place_function_of_torch,
@@ -424,6 +464,7 @@ SAFE: list[Program] = [
     a3_one_op_for_both,
     a3_snapshot_of_the_users,
     a4_nothing_to_alias,
+    a_part_is_rotated_in_place,
     gather_compute_and_scatter_back,
 ]
 
@@ -559,6 +600,20 @@ def test_a_pool_is_never_copied():
     assert copy.meta["example_value"].shape == (2, 4)
 
 
+def test_views_of_a_value_are_views_of_its_snapshot():
+    def step(lens: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
+        new = lens + n
+        view = new.view(2, 2)
+        OPS.advance_(lens, n)
+        OPS.write_(new[1:], n[1:])
+        return view * 2, view.view(4) + 1
+
+    result, probe = trace(step, *make_inputs()[:2])
+    assert probe.counts == {"find_mutation_hazards": 1}
+    for actual, expected in zip(result, step(*make_inputs()[:2]), strict=True):
+        assert torch.equal(actual, expected)
+
+
 def test_other_layers_of_a_pool_are_not_confused_with_fresh_memory():
     """Storages tell memory apart, so a view of a pool counts as the pool."""
 
@@ -586,7 +641,7 @@ def test_finding_names_the_line_the_writer_and_what_to_write():
     assert finding.code == "new = lens + n"
     assert finding.line == step.__code__.co_firstlineno + 1
     assert f"mtpgraph_hazards.write_ in line {finding.line + 1} writes" in finding.reason
-    assert "give the op this value itself" in finding.remedy
+    assert "finish what needs the value before the op" in finding.remedy
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -613,6 +668,29 @@ def test_the_benchmarked_step_needs_none(monkeypatch: pytest.MonkeyPatch):
     with torch.no_grad():
         _, probe = trace(model, *bench_step.make_batch(sizes, 2, 2, 70, 4), caches)
     assert probe.counts == {"find_mutation_hazards": 0}
+
+
+def test_the_example_decoder_needs_none_and_never_syncs():
+    model = load()
+    caches = make_caches(model.config, 8, 16, 4)
+    tokens, following = torch.tensor([1, 2, 3]), torch.tensor([2, 3, -1])
+
+    def int32(*values: object) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32)
+
+    slots, accepted = int32([0, 1, 2, 3]), int32(1)
+    batch = (int32(0, 3), int32(3), int32(list(range(8))), torch.arange(3), slots, accepted)
+    with torch.no_grad():
+        _, probe = support.trace(
+            model.step,
+            tokens,
+            following,
+            *batch,
+            caches,
+            passes=(find_mutation_hazards, find_host_syncs),
+        )
+    assert probe.counts == {"find_mutation_hazards": 0, "find_host_syncs": 0}
+    assert probe.manager.findings == []
 
 
 class Programs:

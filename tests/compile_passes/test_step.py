@@ -445,6 +445,11 @@ def test_step_pads_beyond_the_real_rows_after_a_larger_batch():
         ),
         (lambda x: x.t().reshape(-1), ValueError, "outputs must have their real rows in front"),
         (lambda x: (x, x.shape[0]), ValueError, "outputs must not be sizes of the batch"),
+        (
+            lambda x: torch.zeros(x.shape[0]),
+            ValueError,
+            "outputs must not take their size from an input that the step reads nothing else of",
+        ),
         (lambda x: Caches([x + 1]), TypeError, "outputs must be tensors and constants in lists"),
         (
             lambda x: x + torch.arange(4)[:, None],

@@ -199,7 +199,7 @@ class Probe:
             for node in names
             if isinstance(self._sources.value(_compat.source_name(node)), float)
         }
-        artifact = build(gm, inputs, self._options)
+        artifact = build(gm, inputs, self._options, whole=False)
         self.stats.merge(artifact.stats)
         self._explanation.graphs.append(list(read_ops(gm.graph, names, known, numbers)))
         if self._own is None:
