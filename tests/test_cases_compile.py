@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._library.simple_registry import singleton
 
 import mtpgraph
 from mtpgraph import Batched, Static, ops
@@ -70,7 +71,7 @@ def assert_same_with_a_snapshot(
     torch.testing.assert_close(args, eager_args, rtol=0, atol=0)
     stats = mtpgraph.stats(compiled)
     assert stats.rewrites["find_mutation_hazards"] > 0
-    assert {finding.kind for finding in stats.findings} == {"mutation hazard"}
+    assert "mutation hazard" in {finding.kind for finding in stats.findings}
 
 
 def lens_and_states() -> list[Tensor]:
@@ -228,7 +229,7 @@ def test_a5_mutable_ops_declare_one_written_argument(op: torch._ops.OpOverload):
 @each_op
 def test_a7_every_op_has_a_fake(op: torch._ops.OpOverload):
     """Without one, tracing under ``fullgraph`` stops at the op."""
-    assert torch._library.simple_registry.singleton.find(op._schema.name).fake_impl.kernel
+    assert singleton.find(op._schema.name).fake_impl.kernel
 
 
 @each_engine

@@ -10,7 +10,7 @@ from ._version import __version__
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     # the commands need more than the package does; their flags alone must not
-    from . import bench_plot, bench_step, doctor
+    from . import bench_host, bench_plot, bench_step, doctor
     from .example import demo
     from .explanation import command as explain
 
@@ -51,6 +51,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     bench_step.add_arguments(step_parser)
     step_parser.set_defaults(run=bench_step.run)
+    host_parser = benches.add_parser(
+        "host",
+        help="what a call of a compiled step costs the host",
+        description=bench_host.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    bench_host.add_arguments(host_parser)
+    host_parser.set_defaults(run=bench_host.run)
     plot_parser = benches.add_parser(
         "plot",
         help="what was measured, as a table and a picture",

@@ -370,7 +370,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--changing", type=int, default=200, help="steps of changing batch size")
     parser.add_argument("--out", type=Path, default=None, help="JSON lines to append to")
-    parser.add_argument("--commit", default=_commit(), help="what is measured, for the JSON lines")
+    parser.add_argument("--commit", default=commit(), help="what is measured, for the JSON lines")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -398,7 +398,7 @@ def _keep(row: dict[str, Any], args: argparse.Namespace) -> None:
     print(_line(row), flush=True)
     if args.out is not None:
         with args.out.open("a") as file:
-            file.write(json.dumps(row | _versions() | {"commit": args.commit}) + "\n")
+            file.write(json.dumps(row | versions() | {"commit": args.commit}) + "\n")
 
 
 def _line(row: dict[str, Any]) -> str:
@@ -415,7 +415,8 @@ def _line(row: dict[str, Any]) -> str:
     return "  ".join(parts)
 
 
-def _commit() -> str:
+def commit() -> str:
+    """The commit of the sources, "unknown" where they are not in a repository."""
     git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
     try:
         return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
@@ -423,7 +424,8 @@ def _commit() -> str:
         return "unknown"
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """What a figure depends on."""
     return {
         "card": torch.cuda.get_device_name(),
         "torch": torch.__version__,

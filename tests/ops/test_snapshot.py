@@ -42,7 +42,6 @@ def test_snapshot_has_the_gradient_of_a_copy():
     (snapshot(x * 2) * torch.arange(3)).sum().backward()
     assert x.grad is not None
     assert torch.equal(x.grad, torch.tensor([0.0, 2.0, 4.0]))
-    torch.library.opcheck(torch.ops.mtpgraph.snapshot.default, (x,))
 
 
 def test_snapshot_keeps_what_inductor_would_overwrite():
