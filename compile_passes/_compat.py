@@ -336,6 +336,7 @@ class CompileObserver(Protocol):
 
         A second attempt of a compilation replaces the first.
         """
+        ...
 
     def graph_break(self, message: str, stack_trace: str) -> None:
         """The trace leaves the graph, or gives the function up."""

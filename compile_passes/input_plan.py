@@ -12,7 +12,7 @@ from typing import Any
 from .infer_batch import Inferred, infer_inputs
 from .inputs import Batched, Specs, Static, check_specs, holding_tensors, sizes_of
 from .options import Options
-from .report import Finding
+from .report import Finding, ReportError
 from .stats import Stats
 
 
@@ -53,8 +53,8 @@ class InputPlan:
         """Learn from a call what is not known yet; true if it changed what the arguments are.
 
         Raises:
-            ValueError: under ``strict``, what stands against padding; a number of tokens per
-                request that is not ``next_n``
+            ReportError: under ``strict``, what stands against padding
+            ValueError: the step has another number of tokens per request than ``next_n``
             whatever Dynamo does on a step that is not one graph
         """
         if self.examined or sizes_of(bound) in self._undecided:
@@ -100,13 +100,11 @@ class InputPlan:
 
     def _report(self, findings: tuple[Finding, ...], declared: bool) -> None:
         self._stats.findings.extend(findings)
-        if not findings:
-            return
-        consequence = (
-            "padding may reach real rows" if declared and self.pads else "batches are not padded"
-        )
-        more = f" ({len(findings) - 1} more in stats().findings)" if len(findings) > 1 else ""
-        message = f"{consequence}: {findings[0]}{more}"
-        if self._options.strict:
-            raise ValueError(message)
-        warnings.warn(message, RuntimeWarning, stacklevel=6)
+        if findings:
+            padded = declared and self.pads
+            error = ReportError(
+                "padding may reach real rows" if padded else "batches are not padded", findings
+            )
+            if self._options.strict:
+                raise error
+            warnings.warn(str(error), RuntimeWarning, stacklevel=6)

@@ -63,7 +63,7 @@ class ReportError(ValueError):
     """
 
     def __init__(self, what: str, findings: Sequence[Finding]) -> None:
-        more = f" ({len(findings) - 1} more)" if len(findings) > 1 else ""
+        more = f" ({len(findings) - 1} more findings)" if len(findings) > 1 else ""
         super().__init__(f"{what}: {findings[0]}{more}")
         self.findings = tuple(findings)
 
