@@ -47,6 +47,8 @@ class Buffers:
         self._names = list(like)
         # entries in front that may hold something else than padding
         self._used = {name: specs[name].length(requests, tokens) for name in like}
+        # entries that a caller may write at any time
+        self._exposed: dict[str, int] = {}
         self._fronts: list[Tensor] = []
         self._counts: tuple[int, int] | None = None
         self.blank()
@@ -75,13 +77,15 @@ class Buffers:
             self._copy_singly([values[place] for place in self._single], requests, tokens)
 
     def fronts(self, requests: int, tokens: int) -> dict[str, Tensor]:
-        """Where a batch lies in the buffers."""
-        return {
-            name: buffer.narrow(
-                self._specs[name].dim, 0, self._specs[name].length(requests, tokens)
-            )
-            for name, buffer in self.tensors.items()
-        }
+        """Where a batch lies in the buffers, for the caller to write."""
+        fronts = {}
+        for name, buffer in self.tensors.items():
+            count = self._specs[name].length(requests, tokens)
+            fronts[name] = buffer.narrow(self._specs[name].dim, 0, count)
+            self._exposed[name] = max(count, self._exposed.get(name, 0))
+            self._used[name] = max(count, self._used[name])
+        self._counts = None
+        return fronts
 
     def _fused_copy(self) -> Callable[..., None]:
         from ..kernels.copy_inputs import InputCopy, Target
@@ -97,7 +101,7 @@ class Buffers:
     def _copy_singly(self, values: list[Tensor], requests: int, tokens: int) -> None:
         names = [self._names[place] for place in self._single]
         if self._counts != (requests, tokens):
-            self._counts = requests, tokens
+            self._counts = None
             self._fronts = []
             for name in names:
                 count = self._specs[name].length(requests, tokens)
@@ -110,6 +114,8 @@ class Buffers:
             if spec.pad == "last" and 0 < count < size:
                 rest = buffer.narrow(spec.dim, count, size - count)
                 rest.copy_(buffer.narrow(spec.dim, count - 1, 1).expand_as(rest))
+        if not self._exposed:
+            self._counts = requests, tokens
 
     def _pad(self, name: str, count: int) -> None:
         """Padding from entry ``count`` on; what is padding already stays as it is."""
@@ -118,7 +124,8 @@ class Buffers:
             rest = self.tensors[name].narrow(spec.dim, count, used - count)
             rest.fill_(0 if spec.pad == "last" else spec.pad)
         # what follows the last entry of one batch is not what follows that of another
-        self._used[name] = self.tensors[name].shape[spec.dim] if spec.pad == "last" else count
+        lasting = self.tensors[name].shape[spec.dim] if spec.pad == "last" else count
+        self._used[name] = max(lasting, self._exposed.get(name, 0))
 
 
 def _fused_places(tensors: Mapping[str, Tensor], specs: Mapping[str, Batched]) -> list[int]:
@@ -133,7 +140,7 @@ def _fused_places(tensors: Mapping[str, Tensor], specs: Mapping[str, Batched]) -
 
 def _check_pad(name: str, pad: float | str, dtype: torch.dtype) -> None:
     """An integer dtype cannot hold a NaN, an unsigned one no -1."""
-    if isinstance(pad, str) or dtype.is_floating_point:
+    if isinstance(pad, str) or dtype.is_floating_point or dtype.is_complex:
         return
     low, high = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
     if not (pad == pad // 1 and low <= pad <= high):

@@ -95,6 +95,10 @@ class GraphedCallable:
             or self._in_place[position]
             or isinstance(arg, torch.nn.Parameter)
             or arg.numel() * arg.element_size() > _COPY_LIMIT_BYTES
+            # one element of memory for several of the tensor: nothing can be copied there
+            or any(
+                step == 0 and size > 1 for size, step in zip(arg.shape, arg.stride(), strict=True)
+            )
         ):
             return None
         buffer = torch.empty_strided(arg.shape, arg.stride(), dtype=arg.dtype, device=arg.device)

@@ -70,22 +70,6 @@ def check_specs(
     return specs
 
 
-def sizes_of(bound: inspect.BoundArguments) -> Any:
-    """Shapes of the arguments that are tensors, hashable."""
-    return tuple(
-        value.shape if isinstance(value, Tensor) else None for value in bound.arguments.values()
-    )
-
-
-def holding_tensors(bound: inspect.BoundArguments) -> list[str]:
-    """Names of the arguments that are or hold tensors."""
-    return [name for name, value in bound.arguments.items() if Survey(value).tensors]
-
-
-class Undeclared(ValueError):
-    """An argument that holds tensors, and nothing says what it is to the batch."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Batch:
     """The arguments of one call, sorted by what they are to the batch.
@@ -93,6 +77,7 @@ class Batch:
     Attributes:
         bound: the arguments as they came
         batched: those that grow, by name
+        specs: how these were declared
         surveys: what lies in those that do not
         requests, tokens: the size of the batch
         mode: inference mode and autocast
@@ -101,6 +86,7 @@ class Batch:
 
     bound: inspect.BoundArguments
     batched: dict[str, Tensor]
+    specs: dict[str, Batched]
     surveys: list[Survey]
     requests: int
     tokens: int
@@ -115,9 +101,8 @@ class Batch:
 
         Raises:
             TypeError: a batched argument is no tensor, or a constant is not hashable
-            ValueError: two arguments disagree on the size of the batch, or none of those that
-                grow was given
-            Undeclared: an argument holds tensors, and ``specs`` does not say what it is
+            ValueError: two arguments disagree on the size of the batch, none of those that grow
+                was given, or ``specs`` does not say what an argument that holds tensors is
         """
         batched: dict[str, Tensor] = {}
         surveys: list[Survey] = []
@@ -138,7 +123,7 @@ class Batch:
                 kind.append((name, survey.structure))
                 surveys.append(survey)
                 if spec is None and survey.tensors:
-                    raise Undeclared(
+                    raise ValueError(
                         f"inputs must declare {name!r}, which holds tensors, as Batched(dim, pad) "
                         "or Static"
                     )
@@ -149,7 +134,8 @@ class Batch:
         if "request" not in counts:
             counts["request"] = (-(-counts["token"][0] // next_n), counts["token"][1])
         requests, tokens = counts["request"][0], counts["token"][0]
-        return cls(bound, batched, surveys, requests, tokens, modes, tuple(kind))
+        grow = {name: spec for name, spec in specs.items() if isinstance(spec, Batched)}
+        return cls(bound, batched, grow, surveys, requests, tokens, modes, tuple(kind))
 
     def with_inputs(self, inputs: Mapping[str, Tensor]) -> inspect.BoundArguments:
         """The arguments with the batched ones replaced."""

@@ -34,6 +34,7 @@ class Kind:
         moves: how often caches and states have moved
         plan: how outputs follow the batch
         buffers, direct: inputs and calls of each shape
+        written: storages of caches and states that the step writes, as far as it ran
     """
 
     surveys: list[Survey]
@@ -41,6 +42,7 @@ class Kind:
     plan: OutputPlan | None = None
     buffers: dict[Shape, Buffers] = dataclasses.field(default_factory=dict)
     direct: dict[Shape, DirectCall] = dataclasses.field(default_factory=dict)
+    written: set[int] = dataclasses.field(default_factory=set)
 
     def __post_init__(self) -> None:
         self._places = self._now()

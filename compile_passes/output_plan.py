@@ -95,9 +95,8 @@ class OutputPlan:
             if isinstance(value, Tensor)
         }
         leaves, structure = _compat.tree_flatten(outputs)
-        symbolic_numbers = any(isinstance(size, sympy.Expr) for size in sizes.outputs)
         for place, leaf in enumerate(leaves):
-            _check_leaf(place, leaf, symbolic_numbers)
+            _check_leaf(place, leaf)
         storages = {_compat.storage_key(buffer) for buffer in buffers.values()}
         return cls(
             cuts=tuple(
@@ -120,6 +119,9 @@ class OutputPlan:
         """Outputs of a padded batch, cut to the real one."""
         leaves, structure = _compat.tree_flatten(outputs)
         for place, cuts in enumerate(self.cuts):
+            if isinstance(leaves[place], Tensor):
+                # what the caller does to the object, unsqueeze_ say, stays with the caller
+                leaves[place] = leaves[place].detach()
             for cut in cuts:
                 length = cut.length(requests, tokens)
                 if leaves[place].shape[cut.dim] != length:
@@ -184,16 +186,16 @@ def _symbols(expressions: Iterable[Any]) -> set[Any]:
     return set[Any]().union(*(sympy.sympify(size).free_symbols for size in expressions))
 
 
-def _check_leaf(place: int, leaf: Any, symbolic_numbers: bool) -> None:
-    if not isinstance(leaf, Tensor | bool | int | float | complex | str | None):
-        raise TypeError(
-            f"outputs must be tensors and constants in lists, tuples and dicts, got "
-            f"{type(leaf).__name__} as output {place}"
-        )
-    if symbolic_numbers and isinstance(leaf, int) and not isinstance(leaf, bool):
+def _check_leaf(place: int, leaf: Any) -> None:
+    if isinstance(leaf, bool | int | float | complex):
         raise ValueError(
-            f"outputs must not be sizes of the batch, got the number {leaf} as output {place}: it "
-            "counts padding; take it from the inputs"
+            f"outputs must be tensors, got the number {leaf} as output {place}: a size of the "
+            "batch would count padding; take it from the inputs"
+        )
+    if not isinstance(leaf, Tensor | str | None):
+        raise TypeError(
+            f"outputs must be tensors in lists, tuples and dicts, got {type(leaf).__name__} as "
+            f"output {place}"
         )
 
 

@@ -22,6 +22,9 @@ from .output_plan import OutputPlan
 
 _DTYPE = operator.attrgetter("dtype")
 
+# stands for results that no graph gives
+_NOTHING = object()
+
 # of one batch size, with other constants or caches
 _KEPT_EACH = 4
 # batch sizes; ragged batches come in very many
@@ -69,14 +72,9 @@ class Replay:
         self._devices = list(map(Tensor.get_device, batch.batched.values()))
         others = [place for place, name in enumerate(names) if name not in batch.batched]
         self._surveys = list(zip(others, batch.surveys, strict=True))
-        # what a caller could change in a container is made anew for each call
-        self._lasting = not any(served.plan.copied) and (
-            isinstance(served.outputs, Tensor)
-            or (
-                isinstance(served.outputs, tuple)
-                and all(isinstance(output, Tensor) for output in served.outputs)
-            )
-        )
+        # cut once and for all; each call gets tensor objects of its own, over the same memory
+        self._outputs = served.outputs
+        self._results = served.results if _is_flat(served) else _NOTHING
 
     def fits(self, args: Sequence[Any]) -> bool:
         """These arguments, of the right shapes, are of this kind, over the same caches."""
@@ -97,20 +95,27 @@ class Replay:
         values = [args[place] for place in self._places]
         served.buffers.fill(values, served.requests, served.tokens)
         results = served.graph.replay()
-        if self._lasting and results is served.results:
-            return served.outputs
-        with torch.no_grad():
-            return served.plan.cut(results, served.requests, served.tokens)
+        if results is not self._results:
+            with torch.no_grad():
+                return served.plan.cut(results, served.requests, served.tokens)
+        if isinstance(self._outputs, Tensor):
+            return self._outputs.detach()
+        return tuple(map(Tensor.detach, self._outputs))
+
+
+def _is_flat(served: Served) -> bool:
+    """One tensor or a plain tuple of them, none in a buffer that the next call overwrites."""
+    outputs = served.outputs if type(served.outputs) is tuple else (served.outputs,)
+    return all(type(output) is Tensor for output in outputs) and not any(served.plan.copied)
 
 
 class Replays:
     """The replays of a step, found by the sizes of a call's arguments."""
 
-    def __init__(self, signature: inspect.Signature, batched: Sequence[str]) -> None:
-        """``batched`` are the arguments that grow; every argument can be given by place."""
+    def __init__(self, signature: inspect.Signature) -> None:
+        """Every argument in the signature can be given by place."""
         self._names = list(signature.parameters)
         self._defaults = {name: p.default for name, p in signature.parameters.items()}
-        self._places = [self._names.index(name) for name in batched]
         self._found: dict[Any, list[Replay]] = {}
 
     def find(
@@ -144,4 +149,4 @@ class Replays:
         self._found.clear()
 
     def _key(self, args: Sequence[Any]) -> tuple[Any, ...]:
-        return tuple([getattr(args[place], "shape", None) for place in self._places])
+        return tuple([value.shape if isinstance(value, Tensor) else None for value in args])

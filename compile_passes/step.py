@@ -6,8 +6,10 @@ CUDA graph over its buffers.
 """
 
 import bisect
+import contextlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +20,8 @@ from .backend import Artifact, build, build_graphed
 from .buffers import Buffers
 from .capture import Graph, GraphTable, clone, device_of, frozen_gc
 from .direct import DirectCall
-from .input_plan import InputPlan
-from .inputs import Batch, Batched, Static, Undeclared
+from .input_plan import InputPlan, Variant
+from .inputs import Batch, Batched, Static
 from .kind import Kind, Shape, symbolic_shape
 from .options import Options
 from .output_plan import OutputPlan, check_outputs
@@ -83,7 +85,8 @@ class CompiledStep:
         self._names = [parameter.name for parameter in parameters] if plain else []
         self._options = options
         self._stats = Stats()
-        self._inputs = InputPlan(fn, self._signature, inputs, options, self._stats)
+        self._surveyor = Surveyor()
+        self._inputs = InputPlan(fn, self._signature, inputs, options, self._stats, self._surveyor)
         # a backend of its own keeps the static code apart from the symbolic one in Dynamo's cache
         self._symbolic = torch.compile(fn, backend=self._backend, fullgraph=True, dynamic=False)
         self._static = torch.compile(
@@ -92,12 +95,12 @@ class CompiledStep:
         self._unpadded = torch.compile(fn, backend=self._unpadded_backend, fullgraph=True)
         self._artifacts: list[Artifact] = []
         self._planned: set[Any] = set()
-        self._observing: Mapping[str, Tensor] | None = None
+        self._observing: tuple[Batch, Kind, Mapping[str, Tensor]] | None = None
         self._observed: list[_Observation] = []
-        self._surveyor = Surveyor()
         self._kinds: dict[Any, Kind] = {}
         self._graphs: GraphTable | None = None
-        self._replays: Replays | None = None
+        self._replays = Replays(self._signature) if self._names else None
+        self._busy = threading.Lock()
 
     @property
     def inputs(self) -> Mapping[str, Batched | Static]:
@@ -105,7 +108,19 @@ class CompiledStep:
         return self._inputs.specs
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the step on a batch of any size."""
+        """Run the step on a batch of any size.
+
+        Raises:
+            RuntimeError: another thread is in a call of this step, whose buffers it has one of
+        """
+        self._enter()
+        try:
+            outputs = self._serve(args, kwargs)
+            return _compat.tree_map(clone, outputs) if self._options.clone_outputs else outputs
+        finally:
+            self._busy.release()
+
+    def _serve(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if self._replays is not None and not _compat.is_suspended():
             found = self._replays.find(args, kwargs)
             if found is not None and not self._is_capturing():
@@ -114,9 +129,10 @@ class CompiledStep:
             if _compat.is_off():
                 return self._fn(*args, **kwargs)
             bound = self._bind(args, kwargs)
-            if not self._pads(bound):
+            variant = self._inputs.settle(bound)
+            if not variant.pads:
                 return self._run_unpadded(bound)
-            batch, kind = self._read(bound)
+            batch, kind = self._read(bound, variant)
             if batch.requests == batch.tokens == 0:
                 empty = self._plan(batch, kind).empty()
                 if empty is not None:
@@ -124,10 +140,20 @@ class CompiledStep:
             size = self._size_of(batch)
             self._stats.calls[size] += 1
             if size is None:
-                outputs = self._run_exact(batch, kind)
-            else:
-                outputs = self._run_padded(batch, kind, self._shape_of(size), size)
-            return _compat.tree_map(clone, outputs) if self._options.clone_outputs else outputs
+                return self._run_exact(batch, kind)
+            return self._run_padded(batch, kind, self._shape_of(size), size)
+
+    def _enter(self) -> None:
+        if not self._busy.acquire(blocking=False):
+            raise RuntimeError("a compiled step serves one call at a time, and is in one just now")
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        self._enter()
+        try:
+            yield
+        finally:
+            self._busy.release()
 
     def warm_up(self, *args: Any, **kwargs: Any) -> None:
         """Compile, and on a GPU capture a CUDA graph of every size, largest first.
@@ -140,16 +166,17 @@ class CompiledStep:
         Raises:
             ValueError: the batch has one request or token, which does not show what grows
         """
-        with torch.no_grad():
+        with self._alone(), torch.no_grad():
             bound = self._bind(args, kwargs)
-            if not self._pads(bound):
-                if not self._inputs.examined:
+            variant = self._inputs.settle(bound)
+            if not variant.pads:
+                if not variant.examined:
                     raise ValueError(
                         "warm_up needs a batch of at least two requests and tokens, or inputs to "
-                        f"say what grows, got {self._inputs.shown(bound)}"
+                        f"say what grows, got {_shapes(bound)}"
                     )
                 return
-            batch, kind = self._read(bound)
+            batch, kind = self._read(bound, variant)
             self._plan(batch, kind)
             with frozen_gc():
                 for size in reversed(self._options.sizes):
@@ -173,9 +200,10 @@ class CompiledStep:
         """
         with torch.no_grad():
             bound = self._bind(args, kwargs)
-            if not self._pads(bound):
+            variant = self._inputs.settle(bound)
+            if not variant.pads:
                 raise ValueError("buffers need a step that is padded, see stats().findings")
-            batch, kind = self._read(bound)
+            batch, kind = self._read(bound, variant)
             size = self._size_of(batch)
             if size is None:
                 raise ValueError(
@@ -201,8 +229,7 @@ class CompiledStep:
         self._stats.tokens += served.tokens
         self._stats.padded_tokens += served.padding
         self._stats.replays += 1
-        outputs = replay.run(args)
-        return _compat.tree_map(clone, outputs) if self._options.clone_outputs else outputs
+        return replay.run(args)
 
     def _is_capturing(self) -> bool:
         return self._graphs is not None and self._graphs.device.is_capturing()
@@ -216,23 +243,8 @@ class CompiledStep:
         arguments: Any = dict(zip(self._names, args, strict=True))
         return inspect.BoundArguments(self._signature, arguments)
 
-    def _pads(self, bound: inspect.BoundArguments) -> bool:
-        """Batches are padded, as far as this call and those before it can tell."""
-        if self._inputs.settle(bound):
-            self._replays = None
-            if self._inputs.pads and self._names:
-                self._replays = Replays(self._signature, list(self._inputs.batched))
-        return self._inputs.pads
-
-    def _read(self, bound: inspect.BoundArguments) -> tuple[Batch, Kind]:
-        try:
-            batch = self._batch(bound)
-        except Undeclared:
-            # an argument that was None so far
-            self._inputs.reopen()
-            if not self._pads(bound):
-                raise
-            batch = self._batch(bound)
+    def _read(self, bound: inspect.BoundArguments, variant: Variant) -> tuple[Batch, Kind]:
+        batch = Batch.read(bound, variant.specs, self._surveyor, self._options.next_n)
         kind = self._kinds.get(batch.kind)
         if kind is None:
             kind = self._kinds[batch.kind] = Kind(batch.surveys)
@@ -243,10 +255,8 @@ class CompiledStep:
                 self._replays.clear()
             if self._graphs is not None:
                 self._graphs.release(lambda key: key[0] is kind)
+        _refuse_shared(batch.batched, kind.written)
         return batch, kind
-
-    def _batch(self, bound: inspect.BoundArguments) -> Batch:
-        return Batch.read(bound, self._inputs.specs, self._surveyor, self._options.next_n)
 
     def _run_unpadded(self, bound: inspect.BoundArguments) -> Any:
         """Run a batch at its own size; on a GPU each size is a CUDA graph from its second call."""
@@ -324,9 +334,7 @@ class CompiledStep:
         """Run symbolic code over the buffers of a shape and read the plan off it."""
         outputs, (artifact, given, results) = self._run_observed(batch, kind, shape)
         buffers = self._buffers_of(batch, kind, shape).tensors
-        kind.plan = OutputPlan.learn(
-            artifact.sizes, given, results, buffers, self._inputs.batched, outputs
-        )
+        kind.plan = OutputPlan.learn(artifact.sizes, given, results, buffers, batch.specs, outputs)
         return outputs
 
     def _graph(self, batch: Batch, kind: Kind, shape: Shape) -> Graph | None:
@@ -358,7 +366,7 @@ class CompiledStep:
         if shape not in kind.buffers:
             kind.buffers[shape] = Buffers(
                 batch.batched,
-                self._inputs.batched,
+                batch.specs,
                 shape.requests,
                 shape.tokens,
                 symbolic=shape.code != "static",
@@ -381,7 +389,7 @@ class CompiledStep:
         buffers = self._buffers_of(batch, kind, shape).tensors
         compiled = self._static if shape.code == "static" else self._symbolic
         key = (kind, shape if shape.code == "static" else None)
-        self._observing = buffers
+        self._observing = batch, kind, buffers
         try:
             outputs = self._call(compiled, batch.with_inputs(buffers), key)
             return outputs, self._observed[-1]
@@ -405,9 +413,16 @@ class CompiledStep:
         def run(*args: Any) -> Any:
             if self._observing is None:
                 return artifact.run(*args)
+            batch, kind, buffers = self._observing
             # whatever is wrong with the step is said before it writes to a cache
-            _refuse_written(artifact, args, self._observing)
-            check_outputs(artifact.sizes, args, self._observing, self._inputs.batched)
+            _refuse_written(artifact, args, buffers)
+            check_outputs(artifact.sizes, args, buffers, batch.specs)
+            kind.written |= {
+                _compat.storage_key(value)
+                for value, written in zip(args, artifact.in_place, strict=True)
+                if written and isinstance(value, Tensor)
+            }
+            _refuse_shared(batch.batched, kind.written)
             results = artifact.run(*args)
             self._observed.append((artifact, args, results))
             return results
@@ -425,6 +440,25 @@ class CompiledStep:
         artifact = build_graphed(gm, example_inputs, self._options, whole=True)
         self._artifacts.append(artifact)
         return artifact
+
+
+def _shapes(bound: inspect.BoundArguments) -> str:
+    """Shapes of the tensors among the arguments, for a message."""
+    return ", ".join(
+        f"{name} {list(value.shape)}"
+        for name, value in bound.arguments.items()
+        if isinstance(value, Tensor)
+    )
+
+
+def _refuse_shared(batched: Mapping[str, Tensor], written: set[int]) -> None:
+    """A batched input is a copy: it would not see what the step writes to memory it shares."""
+    for name, value in batched.items() if written else ():
+        if _compat.storage_key(value) in written:
+            raise ValueError(
+                f"{name} must not share memory with what the step writes, got a view of it: "
+                "a batched input is copied before the step runs"
+            )
 
 
 def _refuse_written(

@@ -4,13 +4,17 @@ A step looks at its caches in every call, for one of them may have been replaced
 remembers what it saw: an argument whose containers hold the same objects is not looked into again.
 """
 
+import functools
 import operator
+import types
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+# code, which Dynamo guards by itself
+_CLOSED = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
 _CONSTANTS = frozenset({bool, int, str, bytes, type(None)})
 
 
@@ -104,8 +108,12 @@ def _content(value: Any) -> list[Any]:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    if isinstance(value, type) or (callable(value) and not isinstance(value, nn.Module)):
+    if isinstance(value, _CLOSED):
         return {}
+    if isinstance(value, types.MethodType):
+        return {"__self__": value.__self__}
+    if isinstance(value, functools.partial):
+        return {"func": value.func, "args": value.args, "keywords": value.keywords}
     found = dict(getattr(value, "__dict__", {}))
     for cls in type(value).__mro__:
         slots = cls.__dict__.get("__slots__", ())

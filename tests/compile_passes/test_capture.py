@@ -349,6 +349,14 @@ class TestGraphedCallable:
         assert seen[-1][0] != small.data_ptr()
         assert seen[-1][1] == large.data_ptr()
 
+    def test_an_expanded_input_is_used_by_address(self):
+        """Several elements share one place in memory: there is nothing to copy to."""
+        call, _ = self.make(PretendedDevice(), [False, True, False])
+        state, x = torch.zeros(1), torch.ones(1).expand(2)
+        for count in range(1, 4):
+            (out,) = call(x, state, 2)
+            assert out.tolist() == [2 + 2 * count] * 2
+
     def test_inputs_keep_their_strides(self):
         seen = []
 

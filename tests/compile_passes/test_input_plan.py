@@ -173,3 +173,22 @@ def test_a_step_that_is_no_single_graph_fails_as_under_fullgraph() -> None:
 
     with pytest.raises(torch._dynamo.exc.Unsupported):
         compile_step(fn)(torch.ones(3))
+
+
+def test_other_constants_are_another_graph_and_looked_at_by_itself() -> None:
+    def fn(x: Tensor, query_start_loc: Tensor, seq_lens: Tensor, mix: bool = False) -> Tensor:
+        row_lens, _ = ops.flatten_decode(query_start_loc, seq_lens, x.shape[0])
+        y = x + row_lens[:, None]
+        return y - x.mean(0) if mix else y
+
+    step = compile_step(fn, next_n=1)
+    for num_reqs in (3, 5):
+        args = mean_inputs(num_reqs)
+        torch.testing.assert_close(step(*args), fn(*args))
+    with pytest.warns(RuntimeWarning, match=r"batches are not padded: .*x.mean"):
+        step(*mean_inputs(3), True)
+    for num_reqs in (3, 5):
+        args = mean_inputs(num_reqs)
+        torch.testing.assert_close(step(*args, mix=True), fn(*args, mix=True))
+        torch.testing.assert_close(step(*args), fn(*args))
+    assert step.stats().calls == {None: 3, 4: 2, 8: 2}

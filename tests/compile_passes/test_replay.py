@@ -167,3 +167,29 @@ def test_inputs_can_be_written_where_they_are_read(
     assert step.buffers(torch.zeros(4), cache)["x"].data_ptr() == place["x"].data_ptr()
     with pytest.raises(ValueError, match="at most 8 requests, got 9"):
         step.buffers(torch.zeros(9), cache)
+
+
+def test_outputs_are_objects_of_the_callers_own(device: PretendedDevice) -> None:
+    """What the caller does to the object of one call does not show in the next."""
+    step, cache = compile_add(), [torch.zeros(1)]
+    for count in (3, 4):
+        for _ in range(5):
+            total, double = step(torch.ones(count), cache)
+            assert total.shape == double.shape == (count,)
+            total.unsqueeze_(0)
+            double.resize_(0)
+
+
+def test_a_place_that_was_given_out_is_padding_again_for_a_smaller_batch(
+    device: PretendedDevice,
+) -> None:
+    def fn(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x * 2, x.sum().expand(1)
+
+    step = mtpgraph.compile(fn, sizes=[4], engine="eager", inputs={"x": Batched(pad=0)})
+    with pytest.warns(RuntimeWarning, match="padding may reach real rows"):
+        place = step.buffers(torch.ones(4))["x"]
+    for _ in range(4):
+        place.fill_(7)
+        _, total = step(torch.ones(2))
+        assert total.tolist() == [2]

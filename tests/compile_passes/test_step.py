@@ -1,5 +1,7 @@
 import dataclasses
+import functools
 import gc
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +11,7 @@ import torch
 from torch import Tensor
 
 import mtpgraph
-from mtpgraph import Batched, Static
+from mtpgraph import Batched, Static, ops
 from tests.helpers import assert_same_bits
 
 from .support import INPUTS, NEXT_N, Stream, copy_pools, hybrid_step, make_pools
@@ -200,7 +202,7 @@ def test_step_does_not_take_equal_numbers_for_the_batch():
             "columns": weight @ x.t(),
             "every_second": x[::2],
             "one_more": torch.nn.functional.pad(x, (0, 0, 1, 0)),
-            "nested": [x + 1, (x[:, 0], 7)],
+            "nested": [x + 1, (x[:, 0], None)],
             "total": torch.ones(4),
         }
 
@@ -444,13 +446,20 @@ def test_step_pads_beyond_the_real_rows_after_a_larger_batch():
             "outputs must have their real rows in front, got size 2",
         ),
         (lambda x: x.t().reshape(-1), ValueError, "outputs must have their real rows in front"),
-        (lambda x: (x, x.shape[0]), ValueError, "outputs must not be sizes of the batch"),
+        (lambda x: (x, x.shape[0]), ValueError, "outputs must be tensors, got the number 4"),
+        (lambda x: (x, x.shape[0] / 2), ValueError, "outputs must be tensors, got the number"),
+        (lambda x: (x, x.shape[0] > 3), ValueError, "outputs must be tensors, got the number"),
+        (lambda x: (x, x.shape), ValueError, "outputs must be tensors, got the number 4"),
         (
             lambda x: torch.zeros(x.shape[0]),
             ValueError,
             "outputs must not take their size from an input that the step reads nothing else of",
         ),
-        (lambda x: Caches([x + 1]), TypeError, "outputs must be tensors and constants in lists"),
+        (
+            lambda x: Caches([x + 1]),
+            TypeError,
+            "outputs must be tensors in lists, tuples and dicts",
+        ),
         (
             lambda x: x + torch.arange(4)[:, None],
             ValueError,
@@ -530,3 +539,71 @@ def test_step_refuses_a_write_to_what_is_only_a_copy():
     step = mtpgraph.compile(fn, engine="eager", inputs={"x": Batched(0)})
     with pytest.raises(ValueError, match=r"inputs\['x'\] must be Static or not be written"):
         step(torch.ones(2))
+
+
+def test_step_refuses_a_batched_input_that_shares_what_it_writes():
+    def fn(lens: Tensor, pool: Tensor) -> Tensor:
+        ops.reset_states_(pool, lens, lens > 100)
+        return lens * 1.0
+
+    step = mtpgraph.compile(
+        fn, sizes=[4], engine="eager", inputs={"lens": Batched(pad=-1), "pool": Static}
+    )
+    pool = torch.zeros(8)
+    lens = torch.tensor([1, 2], dtype=torch.int32)
+    step(lens, pool)
+    with pytest.raises(ValueError, match="lens must not share memory with what the step writes"):
+        step(pool[:2].view(torch.int32), pool)
+    assert step(lens, pool).tolist() == [1, 2]
+
+
+def test_step_follows_objects_that_can_be_called():
+    """A layer is an argument like any other, though it is code as well."""
+
+    class Layer:
+        def __init__(self) -> None:
+            self.weight = torch.ones(1)
+
+        def __call__(self, x: Tensor) -> Tensor:
+            return x * self.weight
+
+    inputs = {"x": Batched(), "layer": Static}
+    for of in (lambda layer: layer, lambda layer: layer.__call__, functools.partial):
+        layer = Layer()
+        step = mtpgraph.compile(lambda x, layer: layer(x), sizes=[4], engine="eager", inputs=inputs)
+        assert step(torch.ones(2), of(layer)).tolist() == [1, 1]
+        layer.weight = torch.full((1,), 5.0)
+        assert step(torch.ones(2), of(layer)).tolist() == [5, 5]
+
+
+def test_step_serves_one_call_at_a_time():
+    started, go_on = threading.Event(), threading.Event()
+
+    def fn(x: Tensor) -> Tensor:
+        return x + 1
+
+    step = mtpgraph.compile(fn, sizes=[4], engine="eager", inputs={"x": Batched()})
+    run = step._serve
+
+    def slow(*args: Any) -> Any:
+        started.set()
+        assert go_on.wait(10)
+        return run(*args)
+
+    step._serve = slow  # pyright: ignore[reportAttributeAccessIssue]
+    other = threading.Thread(target=lambda: step(torch.ones(2)))
+    other.start()
+    assert started.wait(10)
+    with pytest.raises(RuntimeError, match="serves one call at a time"):
+        step(torch.ones(2))
+    go_on.set()
+    other.join()
+    assert step(torch.ones(2)).tolist() == [2, 2]
+
+
+def test_step_pads_complex_inputs():
+    step = mtpgraph.compile(
+        lambda x: x * 2, sizes=[4], engine="eager", inputs={"x": Batched(pad=-1)}
+    )
+    x = torch.tensor([1 + 2j, 3j])
+    torch.testing.assert_close(step(x), x * 2)
