@@ -2,6 +2,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from mtpgraph import ops
 from mtpgraph.compile_passes import PASSES, graph_pass
 from mtpgraph.compile_passes.backend import Artifact
 from mtpgraph.compile_passes.graph_pass import PassManager
+from mtpgraph.compile_passes.report import ReportError
 from tests.helpers import assert_same_bits
 
 from .support import Stream, copy_pools, hybrid_step, make_pools
@@ -232,3 +234,66 @@ def test_compiled_and_eager_share_bits_of_a_simple_op():
     lens = torch.tensor([2, 9], dtype=torch.int32)
     compiled = torch.compile(ops.has_initial_state, backend="mtpgraph", fullgraph=True)
     assert_same_bits(compiled(q, lens), ops.has_initial_state(q, lens))
+
+
+def sync_step(x: Tensor) -> Tensor:
+    return x * x.sum().item()
+
+
+@pytest.fixture
+def captures_numbers() -> Any:
+    """By default ``.item()`` breaks the graph, and no pass sees it."""
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        yield
+
+
+@pytest.mark.usefixtures("captures_numbers")
+def test_a_step_that_waits_for_the_device_is_no_whole_graph() -> None:
+    inputs = {"x": mtpgraph.Batched()}
+    with (
+        pytest.warns(RuntimeWarning, match="padding may reach real rows"),
+        pytest.raises(ReportError, match=r"cannot be a CUDA graph .*`return x \* x.sum\(\).item"),
+    ):
+        mtpgraph.compile(sync_step, sizes=[4], engine="eager", inputs=inputs)(torch.ones(3))
+
+
+@pytest.mark.usefixtures("captures_numbers")
+@pytest.mark.filterwarnings("ignore:padding may reach real rows:RuntimeWarning")
+def test_a_step_that_waits_runs_where_no_graph_is_asked_for() -> None:
+    inputs = {"x": mtpgraph.Batched()}
+    step = mtpgraph.compile(sync_step, sizes=[4], engine="eager", inputs=inputs, cudagraph="off")
+    assert step(torch.ones(3)).tolist() == [3, 3, 3]
+    assert "host sync" in {finding.kind for finding in step.stats().findings}
+
+
+@pytest.mark.usefixtures("captures_numbers")
+def test_a_step_that_waits_is_refused_by_the_backend_alone_under_strict() -> None:
+    options = {"engine": "eager"}
+    compiled = torch.compile(sync_step, backend="mtpgraph", options=options)
+    assert compiled(torch.ones(3)).tolist() == [3, 3, 3]
+    assert [finding.kind for finding in mtpgraph.stats(compiled).findings] == ["host sync"]
+    torch._dynamo.reset()
+    strict = torch.compile(sync_step, backend="mtpgraph", options={**options, "strict": True})
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="cannot be a CUDA graph"):
+        strict(torch.ones(3))
+
+
+def test_a_hazard_is_an_error_under_strict() -> None:
+    def fn(lens: Tensor, previous: Tensor) -> Tensor:
+        old = lens.clone()
+        lens.add_(1)
+        previous.copy_(old)
+        return lens * 2
+
+    for strict in (False, True):
+        torch._dynamo.reset()
+        options = {"engine": "eager", "strict": strict}
+        compiled = torch.compile(fn, backend="mtpgraph", fullgraph=True, options=options)
+        lens, previous = torch.arange(3.0), torch.zeros(3)
+        if strict:
+            with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="it overwrites"):
+                compiled(lens, previous)
+            assert lens.tolist() == [0, 1, 2]
+        else:
+            assert compiled(lens, previous).tolist() == [2, 4, 6]
+            assert previous.tolist() == [0, 1, 2]

@@ -172,12 +172,19 @@ def test_gpu_random_numbers_advance_in_replay_and_work_outside():
     assert torch.equal(first, torch.rand(3, device="cuda"))
 
 
-def test_gpu_failed_capture_falls_back():
-    def fn(x: Tensor) -> Tensor:
-        return x * x.sum().cpu().item()
+def sync_step(x: Tensor) -> Tensor:
+    return x * x.sum().cpu().item()
 
+
+@pytest.mark.filterwarnings("ignore:padding may reach real rows:RuntimeWarning")
+def test_gpu_failed_capture_falls_back():
+    """A sync that no pass looks for fails the recording, and leaves the device usable."""
     step = mtpgraph.compile(
-        fn, sizes=[4], engine="eager", cudagraph="full", inputs={"x": Batched()}
+        sync_step,
+        sizes=[4],
+        engine="eager",
+        inputs={"x": Batched()},
+        disable_passes=["find_host_syncs"],
     )
     x = torch.ones(3, device="cuda")
     with (
@@ -187,8 +194,17 @@ def test_gpu_failed_capture_falls_back():
         out = step(x)
     assert out.tolist() == [3, 3, 3]
     assert step.stats().captures == 0
-    # the failed capture leaves the device usable
     assert torch.ones(2, device="cuda").sum().item() == 2
+
+
+def test_gpu_backend_alone_runs_a_step_that_syncs_without_a_graph():
+    x = torch.ones(3, device="cuda")
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        compiled = torch.compile(sync_step, backend="mtpgraph", options={"engine": "eager"})
+        with pytest.warns(RuntimeWarning, match="no CUDA graph, .*return x \\* x.sum"):
+            assert compiled(x).tolist() == [3, 3, 3]
+        assert compiled(x).tolist() == [3, 3, 3]
+    assert mtpgraph.stats(compiled).captures == 0
 
 
 def test_gpu_outputs_hold_until_the_next_call_or_are_copies():
