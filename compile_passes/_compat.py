@@ -770,3 +770,77 @@ def seeded() -> Iterator[None]:
     with torch.random.fork_rng(devices=card):
         torch.manual_seed(0)
         yield
+
+
+class _NumberIsRead(Exception):
+    pass
+
+
+class _NumbersMode(_DecomposingMode):
+    """Stops what runs where it reads a number from a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda *_: None)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default):
+            raise _NumberIsRead
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def reads_number(node: fx.Node) -> bool:
+    """A call of torch reads a number from a tensor that it was given, as ``x.view(t, -1)`` does.
+
+    The call runs on tensors made like those recorded, which stay as they are.
+    """
+    given = [example_value(argument) for argument in node.all_input_nodes]
+    mode = next((value.fake_mode for value in given if hasattr(value, "fake_mode")), None)
+    if mode is None:
+        return False
+
+    def anew(argument: fx.Node) -> Any:
+        value = example_value(argument)
+        return pytree.tree_map_only(
+            Tensor,
+            lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device),
+            value,
+        )
+
+    env = mode.shape_env
+    guards = env.suppress_guards() if env is not None else contextlib.nullcontext()
+    symbols = env.ignore_fresh_unbacked_symbols() if env is not None else contextlib.nullcontext()
+    fake_log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = fake_log.level
+    fake_log.setLevel(logging.CRITICAL)
+    try:
+        with torch.no_grad(), mode, guards, symbols:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), anew)
+            with _NumbersMode():
+                if node.op == "call_method":
+                    getattr(args[0], str(node.target))(*args[1:], **kwargs)
+                else:
+                    function: Any = node.target
+                    function(*args, **kwargs)
+    except _NumberIsRead:
+        return True
+    # what cannot run for another reason, such as a shape that is not known, read no number first
+    except Exception:
+        return False
+    finally:
+        fake_log.setLevel(level)
+    return False
+
+
+def size_sources(gm: fx.GraphModule) -> dict[fx.Node, tuple[str, int]]:
+    """Where Dynamo found the symbolic sizes of a graph: source of the tensor, and dimension."""
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    modes = (getattr(example_value(node), "fake_mode", None) for node in placeholders)
+    env = next((mode.shape_env for mode in modes if mode is not None), None)
+    sources = {str(symbol): found for symbol, found in env.var_to_sources.items()} if env else {}
+    places: dict[fx.Node, tuple[str, int]] = {}
+    for node in placeholders:
+        for source in sources.get(node.name, ()):
+            match = re.fullmatch(r"(.*)\.size\(\)\[(\d+)\]", _name_of_source(source))
+            if match is not None:
+                places.setdefault(node, (match[1], int(match[2])))
+    return places

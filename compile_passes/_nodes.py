@@ -158,9 +158,19 @@ _WRITING_OPERATORS = frozenset(
 )
 
 
+_WRITING_METHODS = frozenset(f"__{function.__name__}__" for function in _WRITING_OPERATORS)
+
+
+def named_in_place(name: str) -> bool:
+    """The name of a method or function says that it writes its first argument: ``add_``."""
+    if name.startswith("__") and name.endswith("__"):
+        return name in _WRITING_METHODS
+    return name.endswith("_")
+
+
 def _writes_first(node: fx.Node) -> bool:
     if node.op == "call_method":
-        return str(node.target).endswith("_")
+        return named_in_place(str(node.target))
     return node.op == "call_function" and node.target in _WRITING_OPERATORS
 
 
@@ -195,7 +205,7 @@ def _is_pure(node: fx.Node) -> bool:
     if node.op in ("placeholder", "get_attr", "output"):
         return True
     if node.op == "call_method":
-        return not str(node.target).endswith("_")
+        return not named_in_place(str(node.target))
     if node.op != "call_function" or node.kwargs.get("out") is not None:
         return False
     if isinstance(node.target, HigherOrderOperator):
@@ -210,7 +220,7 @@ def _is_pure(node: fx.Node) -> bool:
     module = getattr(node.target, "__module__", None) or ""
     # builtins of torch have no module of their own
     of_torch = module.split(".")[0] == "torch" or getattr(torch, name, None) is node.target
-    return of_torch and not name.endswith("_") and name not in _WRITERS
+    return of_torch and not named_in_place(name) and name not in _WRITERS
 
 
 def _may_write(packet: OpOverloadPacket, kwargs: dict[str, Any]) -> bool:

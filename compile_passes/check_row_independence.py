@@ -2,7 +2,8 @@
 
 Noted are an op that mixes entries along a dimension that grows with the batch (``rows mixed``), a
 size of the batch that is used as a number or decides what is computed (``batch size as value``),
-and a write of batched rows to what outlives the step, other than by a declared op.
+a write to what outlives the step, other than by an op that is declared with a pad, and a write
+through a view that ends before the tensor does.
 
 What grows is known from the declarations of ops, see ``infer_batch``. An op that is neither in the
 table of ``row_rules`` nor declared is noted where it meets something that grows: no silence means
@@ -26,7 +27,7 @@ from .row_effects import Mixed
 from .row_rules import numbers_that_grow, rule_of
 from .row_writes import Memory
 from .rows import Call, Trace, input_name, is_symbolic, record
-from .size_decisions import size_decisions
+from .size_decisions import size_decisions, sizes_as_values
 
 
 def check_row_independence(graph: fx.Graph) -> int:
@@ -55,17 +56,26 @@ def find_mixed(trace: Trace, roles: Roles, flow: PadFlow) -> Iterator[Problem]:
         flow: what padding holds in it
     """
     yield from size_decisions(trace, roles)
+    told: set[fx.Node] = set()
     memory = Memory(trace, roles)
     for call in trace.calls:
         facts = facts_of(call.op) if call.op is not None else None
         yield from _fixed_sizes(call, roles)
         if memory.concerns(call):
-            if facts is not None:
-                yield from _check_declared(call, facts, roles)
-            else:
-                yield from _check_rule(call, roles, flow)
-            yield from memory.check_writes(call, declared=facts is not None)
+            found = (
+                _check_rule(call, roles, flow)
+                if facts is None
+                else _check_declared(call, facts, roles)
+            )
+            for problem in found:
+                if problem.kind == "batch size as value":
+                    told.add(problem.node)
+                yield problem
+        yield from memory.check_writes(call, facts)
         memory.follow(call)
+    for problem in sizes_as_values(trace, roles):
+        if problem.node not in told:
+            yield problem
 
 
 # what a reduction of integers passes over

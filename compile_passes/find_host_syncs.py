@@ -2,34 +2,38 @@
 
 Such a call cannot be part of a CUDA graph, and outside of one it stops the host at every step. No
 rewrite: each is noted with the user's line and what to write instead. The list does not depend on
-the device of the trace, so a laptop finds what a card would refuse.
+the device of the trace, so a laptop finds what a card would refuse. One thing only a card can tell:
+whether ``x.to(device)`` leaves the device, where the line does not say ``"cpu"`` itself.
 
 Noted
-- a number read from a tensor: ``.item()``, ``int(t)``, ``t.tolist()``, ``torch.equal``, a tensor
-  given as ``alpha``, the predicate of ``torch.cond`` and ``while_loop``;
+- a number read from a tensor: ``.item()``, ``int(t)``, ``t.tolist()``, ``torch.equal``, the
+  predicate of ``torch.cond`` and ``while_loop``, and a tensor given where a function takes a
+  number, as in ``x.view(t, -1)``, ``torch.zeros(t)`` or ``x.add(y, alpha=t)``;
 - shapes that depend on values: ``nonzero``, ``torch.where(mask)``, ``masked_select``, ``x[mask]``,
   ``unique``, ``bincount``, ``repeat_interleave`` by lengths and ``one_hot`` without a size, and any
   other call whose result has a size that the trace could not know;
 - ``x[mask] = values``; of one number it is a fill, and fine;
 - copies between devices, and tensors of the CPU among those of a card;
-- functions that check their input on the host: ``multinomial``, ``histc`` without bounds, and most
-  of ``torch.linalg``.
+- functions that check their input on the host: ``multinomial``, ``normal`` by a tensor of standard
+  deviations, ``histc`` without bounds, and most of ``torch.linalg``.
 
 Left alone
 - shapes, strides, Python numbers;
 - what breaks the graph, such as ``if mask.any()``: it never arrives here;
-- ``torch.tensor([...])``: Inductor makes it a constant when it compiles;
+- ``torch.tensor([...])`` of numbers: Inductor makes it a constant when it compiles;
 - tensors without dimensions on the CPU: a kernel takes those by value.
 """
 
+import linecache
 import operator
+import re
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from ._compat import example_value, unbacked_symbols
+from ._compat import example_value, reads_number, unbacked_symbols, user_frame
 from ._nodes import nodes_in, op_of
 from .report import note
 
@@ -40,10 +44,16 @@ Words = tuple[str, str]
 def find_host_syncs(graph: fx.Graph) -> int:
     """Note every call that would sync; rewrites nothing and returns 0."""
     on_card = any(tensor.device.type == "cuda" for node in graph.nodes for tensor in _tensors(node))
+    looked_at: dict[Any, bool] = {}
     for node in graph.nodes:
         if node.op not in ("call_function", "call_method"):
             continue
-        words = _of_known_call(node) or _of_unknown_size(node) or _of_devices(node, on_card)
+        words = (
+            _of_known_call(node)
+            or _of_number(node, looked_at)
+            or _of_unknown_size(node)
+            or _of_devices(node, on_card)
+        )
         if words is not None:
             note(node, "host sync", "find_host_syncs", *words)
     return 0
@@ -106,6 +116,13 @@ _CHECKS = (
 )
 
 
+_NEW_TENSOR = _reads_number("torch.stack([a, b]) of the tensors stays on the device")
+_READS_NUMBER = ("item", "tolist", "_local_scalar_dense")
+
+
+_OUTSIDE = "compute it outside of the step"
+
+
 def _item(node: fx.Node) -> Words | None:
     """Under ``dynamic=True`` the tracer passes a Python float as a tensor of the CPU, and reads it;
     it knows the number then, and not that of any other tensor."""
@@ -148,10 +165,49 @@ def _at_number(node: fx.Node) -> Words | None:
     return _AT_NUMBER if _holds_number(node.args[1]) else None
 
 
-def _by_number(node: fx.Node) -> Words | None:
-    """Functions that take a number, given a tensor."""
-    first = node.args if _name(node) == "arange" else node.args[1:]
-    return _ITEM if _holds_number((first, node.kwargs)) else None
+def _of_number(node: fx.Node, looked_at: dict[Any, bool]) -> Words | None:
+    """A tensor without dimensions where a function of torch takes a number.
+
+    ``looked_at`` has the answer for calls of one function with arguments of the same kinds.
+    """
+    module = (getattr(node.target, "__module__", None) or "").split(".")[0]
+    # the operators take such a tensor as it is, and indices are looked at elsewhere
+    if node.op != "call_method" and module != "torch":
+        return None
+    if _name(node) in _READS_NUMBER or not _holds_number((node.args, node.kwargs)):
+        return None
+    call = (node.op, node.target, _kind(node.args), _kind(node.kwargs))
+    if call not in looked_at:
+        looked_at[call] = reads_number(node)
+    return _ITEM if looked_at[call] else None
+
+
+def _kind(value: Any) -> Any:
+    """What decides which form of a function an argument asks for."""
+    if isinstance(value, list | tuple):
+        return tuple(map(_kind, value))
+    if isinstance(value, dict):
+        return tuple((name, _kind(item)) for name, item in sorted(value.items()))
+    if isinstance(value, fx.Node):
+        recorded = example_value(value)
+        if isinstance(recorded, Tensor):
+            return recorded.dtype, recorded.device, bool(recorded.dim())
+        return type(recorded)
+    return type(value)
+
+
+def _spaced(node: fx.Node) -> Words | None:
+    if _holds_number((node.args, node.kwargs)):
+        return _reads_number("compute start + step * torch.arange(steps)")
+    return None
+
+
+def _new_tensor(node: fx.Node) -> Words | None:
+    """Of tensors, ``torch.tensor`` makes one on the CPU unless it is told a device."""
+    data = _argument(node, 0, "data")
+    if _is_tensor(data) or not any(map(_is_tensor, nodes_in(data))):
+        return None
+    return None if node.kwargs.get("device") is not None else _NEW_TENSOR
 
 
 def _holds_number(value: Any) -> bool:
@@ -232,10 +288,55 @@ def _scaled_by(node: fx.Node) -> Words | None:
     return None
 
 
+def _normal(node: fx.Node) -> Words | None:
+    if _is_tensor(_argument(node, 1, "std")):
+        return _CHECKS, "draw mean + std * torch.randn_like(std)"
+    return None
+
+
+def _matrix_power(node: fx.Node) -> Words | None:
+    power = _argument(node, 1, "n")
+    if isinstance(power, int) and power < 0:
+        return _CHECKS, "take the power of torch.linalg.inv_ex(x)[0]"
+    return None
+
+
+def _norm_of_matrix(node: fx.Node) -> Words | None:
+    """The spectral and the nuclear norm are computed from singular values."""
+    order = _argument(node, 1, "ord")
+    if order == "nuc":
+        return _CHECKS, _OUTSIDE
+    if order not in (2, -2):
+        return None
+    dims, x = _argument(node, 2, "dim"), node.args[0] if node.args else node.kwargs.get("A")
+    value = example_value(x) if isinstance(x, fx.Node) else None
+    of_vector = _name(node) == "linalg_norm" and (
+        isinstance(dims, int)
+        or (isinstance(dims, list | tuple) and len(dims) == 1)
+        or (dims is None and isinstance(value, Tensor) and value.dim() != 2)
+    )
+    return None if of_vector else (_CHECKS, _OUTSIDE)
+
+
 def _to_host(node: fx.Node) -> Words | None:
     """``.to("cpu")``; other devices are seen by what comes out."""
     device = _argument(node, 1, "device")
-    return _OFF_DEVICE if isinstance(device, str) and device.startswith("cpu") else None
+    if isinstance(device, str):
+        return _OFF_DEVICE if device.startswith("cpu") else None
+    is_cpu = isinstance(device, torch.device) and device.type == "cpu"
+    return _OFF_DEVICE if is_cpu and _says_cpu(node) else None
+
+
+def _says_cpu(node: fx.Node) -> bool:
+    """The user wrote the device out. In the graph ``x.to(y.device)`` looks the same."""
+    file, line = user_frame(node)
+    text = linecache.getline(file, line) if file else ""
+    # the rest of a call over several lines
+    for following in range(line + 1, line + 10):
+        if text.count("(") <= text.count(")"):
+            break
+        text += linecache.getline(file, following)
+    return re.search(r"""\(\s*(\w+\s*=\s*)?["']cpu["':]""", text) is not None
 
 
 _OFF_DEVICE = (
@@ -244,7 +345,7 @@ _OFF_DEVICE = (
 )
 
 _CALLS: dict[str, Words | Callable[[fx.Node], Words | None]] = {
-    **dict.fromkeys(("item", "tolist", "_local_scalar_dense"), _item),
+    **dict.fromkeys(_READS_NUMBER, _item),
     **dict.fromkeys(
         ("equal", "allclose", "is_nonzero"),
         _reads_number("compare as a tensor: (a == b).all(), and choose by torch.where"),
@@ -263,12 +364,14 @@ _CALLS: dict[str, Words | Callable[[fx.Node], Words | None]] = {
     "getitem": _getitem,
     "setitem": _setitem,
     "index": _index,
-    **dict.fromkeys(("narrow", "select", "arange", "topk", "roll"), _by_number),
+    **dict.fromkeys(("linspace", "logspace"), _spaced),
+    "tensor": _new_tensor,
     **dict.fromkeys(("index_put", "_unsafe_index_put", "_index_put_impl"), _index_put),
     **dict.fromkeys(("add", "sub", "subtract"), _scaled_by),
     "histc": _histc,
     "tensor_split": _tensor_split,
     "multinomial": _multinomial,
+    "normal": _normal,
     **dict.fromkeys(("cond", "while_loop"), _branch),
     "cpu": _OFF_DEVICE,
     "to": _to_host,
@@ -277,13 +380,14 @@ _CALLS: dict[str, Words | Callable[[fx.Node], Words | None]] = {
         (_CHECKS, "use the form that ends in _ex, which leaves its info on the device"),
     ),
     **dict.fromkeys(
-        [f"linalg_{name}" for name in ("eig", "eigh", "eigvals", "eigvalsh", "lu_factor")],
-        (_CHECKS, "compute it outside of the step"),
+        [f"linalg_{name}" for name in ("eig", "eigh", "eigvals", "eigvalsh", "cond")]
+        + [f"linalg_{name}" for name in ("lu_factor", "ldl_factor", "tensorinv", "tensorsolve")]
+        + [f"linalg_{name}" for name in ("matrix_rank", "pinv", "svd", "svdvals")]
+        + ["svd"],
+        (_CHECKS, _OUTSIDE),
     ),
-    **dict.fromkeys(
-        ("linalg_matrix_rank", "linalg_pinv", "linalg_svd", "linalg_svdvals", "svd"),
-        (_CHECKS, "compute it outside of the step"),
-    ),
+    **dict.fromkeys(("linalg_matrix_power", "matrix_power"), _matrix_power),
+    **dict.fromkeys(("linalg_matrix_norm", "linalg_norm"), _norm_of_matrix),
 }
 
 

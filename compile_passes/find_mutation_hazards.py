@@ -43,7 +43,7 @@ from torch._ops import HigherOrderOperator, OpOverloadPacket
 
 from ..ops import snapshot as _registers_the_op  # noqa: F401
 from ._compat import example_value, has_example_value, user_frame
-from ._nodes import UNKNOWN, mutated, nodes_in, op_of, storages
+from ._nodes import UNKNOWN, mutated, named_in_place, nodes_in, op_of, storages
 from .report import name_of, note
 
 _ops = torch.ops.mtpgraph
@@ -60,7 +60,7 @@ def find_mutation_hazards(graph: fx.Graph) -> int:
         settled: set[int] = set()
         for hazard in hazards:
             node = hazard.place.node
-            filled = nodes_in(_destination(node)) if hazard.place.of_operands else [node]
+            filled = _targets(node) if hazard.place.of_operands else [node]
             # a second snapshot for the same memory may not be needed after the first
             if hazard.place not in cut and not memory.of_all(filled) & settled:
                 settled |= memory.of_all(filled)
@@ -123,14 +123,13 @@ def _insert(graph: fx.Graph, hazard: _Hazard, memory: "_Storages") -> int:
         targets = (
             [o for o in _operands(node) if memory.may_hold(o, hazard.sources)]
             if hazard.form in ("late read", "own operand")
-            else _copies_into(node)[0]
+            else [*_copies_into(node)[0], *_scattered_over(node)]
         )
         copies = {}
         for value in targets:
             with graph.inserting_before(node):
                 copies[value] = _snapshot(graph, value, node)
-        rest = fx.map_arg((node.args[1:], node.kwargs), lambda arg: copies.get(arg, arg))
-        node.args, node.kwargs = (*node.args[:1], *rest[0]), rest[1]
+        _replace_taken(node, copies)
     else:
         targets = _results(node)
         for value in targets:
@@ -174,11 +173,10 @@ def _results(node: fx.Node) -> list[fx.Node]:
 def _operands(node: fx.Node) -> list[fx.Node]:
     """The tensors that a write takes, apart from those that it writes."""
     copies = _name(node) in ("copy_", "setitem")
-    targets = set() if copies else set(nodes_in(_destination(node)))
-    given = nodes_in((node.args[1:], node.kwargs))
+    targets = set() if copies else set(_targets(node))
     return [
         source
-        for source in dict.fromkeys(given)
+        for source in dict.fromkeys(nodes_in(_taken(node)))
         if source not in targets and isinstance(example_value(source), Tensor)
     ]
 
@@ -289,7 +287,7 @@ class _Scan:
             given = self.memory.of_all(node.all_input_nodes)
             made = self.memory.of(node) - given
             if effects[node] == "write":
-                made |= self.memory.of_all(nodes_in(_destination(node)))
+                made |= self.memory.of_all(_targets(node))
             order = float(self.order[node])
             if effects[node] not in ("value", "write", "op") or _op_writes(node, effects[node]):
                 self.pinned[node] = order, order
@@ -338,11 +336,12 @@ class _Scan:
         if not fresh:
             return
         place = _Place(node, False)
-        reads = set() if _is_product(node) or place in self.cut else self._late(given)
+        settled = _is_product(node) or _name(node) in _SHAPED_LIKE or place in self.cut
+        reads = set() if settled else self._late(given)
         viewed = self.memory.of_all(filter(_is_reinterpreted, node.all_input_nodes))
         viewed |= {read for storage, read in self.reinterpreted if storage in given}
         copied, arithmetic = _copied(node)
-        bases = self.memory.of_all(nodes_in(node.args[0])) if _is_scatter(node) else set()
+        bases = self.memory.of_all(_scattered_over(node))
         for storage in fresh:
             memory = self.state[storage] = _Memory({next(self.fresh_value)})
             self._read_late(storage, reads, place)
@@ -383,32 +382,46 @@ class _Scan:
 
     def _write(self, node: fx.Node) -> None:
         """An in-place function of torch."""
-        destination = nodes_in(_destination(node))
-        targets = self.memory.of_all(destination) or _known(mutated(node))
+        # some give a result besides
+        self._value(node)
+        targets = self.memory.of_all(_targets(node)) or _known(mutated(node))
         operands = _operands(node)
         place = _Place(node, True)
         copies, whole = _copies_into(node)
+        given = self.memory.of_all(operands)
+        read = self.memory.of_all(nodes_in(_taken(node)))
+        copy = bool(copies) and _is_copy(node)
+        stores = _stores_elsewhere(node)
+        scatters = _is_scatter(node) and not stores
+        bases = self.memory.of_all(_scattered_over(node)) if not scatters else set()
         for target in targets:
             self._before_write(target, node)
             before = self._at(target)
-            given = self.memory.of_all(operands)
             if self._reads_own(node, target, operands) or self._restores(target, copies):
                 self._hazard(place, "own operand", (target, *given), node, target)
             memory = self.state[target] = _Memory({next(self.fresh_value)})
             memory.moved = before.moved
             copied = self.memory.of_all(copies)
-            if not (copies and whole) or target in copied:
+            replaced = whole and (copy or stores) and target not in read
+            if not replaced:
                 for source in before.pending:
                     for earlier in before.pending[source]:
                         self._read_late(target, (source,), earlier)
-            if not _is_scatter(node) and place not in self.cut:
+            if not scatters and place not in self.cut:
                 self._read_late(target, self._late(given), place)
-            if _changes_nothing(node)[0] or target in copied:
+            if target in self.memory.of_all(_left_equal_to(node)) | copied:
                 memory.values |= before.values
                 memory.links |= before.links
             for source in copied - {target}:
                 self._copy(target, source, place, None)
-            if not whole or _is_scatter(node):
+                memory.moved |= _changes_nothing(node)[0]
+            for base in bases:
+                self._change_copy(target, before if base == target else self._at(base), node)
+                values = before.values if base == target else self._at(base).values
+                memory.based |= dict.fromkeys(values, place)
+                memory.moved = True
+                self.linked.add(target)
+            if not whole or scatters:
                 self._change_copy(target, before, node)
                 memory.based |= {**before.links, **before.based}
                 memory.moved = True
@@ -424,7 +437,7 @@ class _Scan:
 
     def _reads_own(self, node: fx.Node, target: int, operands: Iterable[fx.Node]) -> bool:
         """What an in-place function takes is computed from what it writes, in the same kernel."""
-        if _is_scatter(node):
+        if _is_scatter(node) and not _stores_elsewhere(node):
             return False
         memory = self._at(target)
         at_once = memory.moved or "_foreach" in _name(node)
@@ -586,7 +599,8 @@ def _effect(node: fx.Node) -> str:
         return "kernel" if node.target.name() in _KERNELS else "op"
     if isinstance(node.target, OpOverloadPacket) and op_of(node) is None:
         if str(node.target).startswith(_OF_TORCH):
-            return "write" if str(node.target).endswith("_") else "value"
+            in_place = named_in_place(str(node.target)) or _stores_elsewhere(node)
+            return "write" if in_place else "value"
         return "op"
     op = op_of(node)
     if op is not None:
@@ -595,7 +609,7 @@ def _effect(node: fx.Node) -> str:
         return "write" if op._schema.is_mutable else "value"
     if node.target in _HARMLESS:
         return "value"
-    if not mutated(node):
+    if not mutated(node) or (node.target in _STATISTICS and not _targets(node)):
         return "value"
     return "write" if _is_function_of_torch(node) else "op"
 
@@ -631,7 +645,7 @@ def _targets_at_risk(node: fx.Node, effect: str) -> list[fx.Node]:
     if effect == "write" and (
         _is_scatter(node) or "_foreach" in _name(node) or not _copies_into(node)[1]
     ):
-        return nodes_in(_destination(node))
+        return _targets(node)
     return [node] if _is_reinterpreted(node) else []
 
 
@@ -645,11 +659,88 @@ def _is_reinterpreted(node: fx.Node) -> bool:
     return len({value.dtype for value in values if isinstance(value, Tensor)}) > 1
 
 
-def _destination(node: fx.Node) -> Any:
+# what keeps running statistics: where they stand, in the two forms of each function
+_STATISTICS = {
+    torch.batch_norm: (3, 4),
+    torch.instance_norm: (3, 4),
+    torch.nn.functional.batch_norm: (1, 2),
+    torch.nn.functional.instance_norm: (1, 2),
+}
+
+
+def _written_places(node: fx.Node) -> tuple[frozenset[int], frozenset[str]]:
+    """The arguments that a function of torch writes, by position and by name.
+
+    It only takes all others. An argument may stand in both: ``torch.add(x, y, out=x)``.
+    """
+    op = op_of(node)
+    if op is not None:
+        written = [
+            (position, argument.name)
+            for position, argument in enumerate(op._schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        return frozenset(place for place, _ in written), frozenset(name for _, name in written)
+    if node.kwargs.get("out") is not None:
+        return frozenset(), frozenset({"out"})
+    if isinstance(node.target, OpOverloadPacket):
+        given = {name for name, value in node.kwargs.items() if value is not None}
+        if given & _named_outputs(node.target):
+            return frozenset(), _named_outputs(node.target)
+    if node.op == "call_function" and node.target in _STATISTICS:
+        names = frozenset({"running_mean", "running_var"})
+        return frozenset(_STATISTICS[node.target]), names
+    return frozenset({0}), frozenset({"input", "self"} if not node.args else ())
+
+
+def _named_outputs(packet: OpOverloadPacket) -> frozenset[str]:
+    """``values`` and ``indices`` of ``aten.sort``."""
+    return frozenset(
+        argument.name
+        for overload in packet.overloads()
+        for argument in getattr(packet, overload)._schema.arguments
+        if argument.kwarg_only and argument.is_out
+    )
+
+
+def _stores_elsewhere(node: fx.Node) -> bool:
+    """Writes a result into memory given for that, and not over what it is computed from."""
+    positions, names = _written_places(node)
+    return (not positions and bool(names & node.kwargs.keys())) or _is_out_overload(node)
+
+
+def _is_out_overload(node: fx.Node) -> bool:
+    op = op_of(node)
+    return op is not None and any(argument.is_out for argument in op._schema.arguments)
+
+
+def _targets(node: fx.Node) -> list[fx.Node]:
     """What an in-place function of torch writes."""
-    if "out" in node.kwargs:
-        return node.kwargs["out"]
-    return node.args[0] if node.args else ()
+    positions, names = _written_places(node)
+    by_position = [arg for place, arg in enumerate(node.args) if place in positions]
+    return nodes_in([by_position, [node.kwargs[name] for name in names & node.kwargs.keys()]])
+
+
+def _taken(node: fx.Node) -> list[Any]:
+    """The arguments that an in-place function of torch does not write."""
+    positions, names = _written_places(node)
+    by_position = [arg for place, arg in enumerate(node.args) if place not in positions]
+    return [*by_position, *(value for name, value in node.kwargs.items() if name not in names)]
+
+
+def _replace_taken(node: fx.Node, copies: dict[fx.Node, fx.Node]) -> None:
+    """Let an in-place function take other tensors, and write what it wrote."""
+    positions, names = _written_places(node)
+
+    def replaced(value: Any) -> Any:
+        return fx.map_arg(value, lambda arg: copies.get(arg, arg))
+
+    node.args = tuple(
+        arg if place in positions else replaced(arg) for place, arg in enumerate(node.args)
+    )
+    node.kwargs = {
+        name: value if name in names else replaced(value) for name, value in node.kwargs.items()
+    }
 
 
 def _name(node: fx.Node) -> str:
@@ -678,6 +769,19 @@ def _is_scatter(node: fx.Node) -> bool:
     return _name(node).rstrip("_") in _SCATTERS
 
 
+# takes the shape of a tensor, and none of its values
+_SHAPED_LIKE = frozenset(
+    {"empty_like", "zeros_like", "ones_like", "new_empty", "new_zeros", "new_ones"}
+)
+
+
+def _scattered_over(node: fx.Node) -> list[fx.Node]:
+    """What a scatter gives a changed copy of."""
+    if not _is_scatter(node) or node.target is operator.setitem:
+        return []
+    return nodes_in(node.args[0] if node.args else node.kwargs.get("input"))
+
+
 def _is_product(node: fx.Node) -> bool:
     """A matrix product too wide for Inductor to write it out as a sum."""
     if _name(node) not in ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "__matmul__"):
@@ -690,17 +794,28 @@ def _is_product(node: fx.Node) -> bool:
 
 def _copies_into(node: fx.Node) -> tuple[list[fx.Node], bool]:
     """What an in-place function copies from, and whether it fills its target as a whole."""
-    name = _name(node)
-    targets = nodes_in(_destination(node))
+    targets = _targets(node)
     whole = all(map(_is_base, targets))
     if node.target is operator.setitem:
         index = node.args[1]
         parts = index if isinstance(index, tuple) else (index,)
         whole = whole and all(part is Ellipsis or part == slice(None) for part in parts)
         sources = [] if _is_scatter(node) else nodes_in(node.args[2])
+    elif _is_copy(node):
+        sources = _operands(node)
     else:
-        sources = _operands(node) if name in ("copy_", "_foreach_copy_", "set_") else []
+        sources = [source for source in _left_equal_to(node) if source not in targets]
     return [source for source in sources if any(_may_fill(source, t) for t in targets)], whole
+
+
+def _left_equal_to(node: fx.Node) -> list[fx.Node]:
+    """What arithmetic that changes nothing, or ``torch.cat([x], out=y)``, leaves in its target."""
+    given = nodes_in(_taken(node)) if _stores_elsewhere(node) else node.all_input_nodes
+    return [source for source in _copied(node)[0] if source in given]
+
+
+def _is_copy(node: fx.Node) -> bool:
+    return node.target is operator.setitem or _name(node) in ("copy_", "_foreach_copy_", "set_")
 
 
 def _may_fill(source: fx.Node, target: fx.Node) -> bool:
@@ -771,7 +886,8 @@ def _changes_nothing(node: fx.Node) -> tuple[bool, list[fx.Node]]:
     neutral = _NEUTRAL.get(_name(node).rstrip("_"))
     if neutral is None or len(node.args) + len(node.kwargs) < 2:
         return False, []
-    operands = [*node.args[:2], *(node.kwargs.get(name) for name in ("other", "exponent"))]
+    named = (node.kwargs.get(name) for name in ("input", "self", "other", "exponent"))
+    operands = [*node.args[:2], *named]
     operands = [operand for operand in operands if operand is not None][:2]
     kept = [
         operand

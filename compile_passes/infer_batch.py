@@ -76,7 +76,7 @@ def infer_batch(graph: fx.Graph) -> int:
     """Note what is not known of the inputs of a graph; returns 0."""
     trace = record(graph)
     names = {node: input_name(node) for node in trace.inputs}
-    for problem in _analyze(trace, names, {}).problems:
+    for problem in _analyze(trace, names, {}, {}).problems:
         if problem.kind == "padding unknown":
             note(problem.node, problem.kind, _NAME, problem.reason, problem.remedy)
     return 0
@@ -112,7 +112,7 @@ def infer_inputs(
         node: traced.names.get(node, f"what lies in {input_name(node)}")
         for node in traced.trace.inputs
     }
-    analysis = _analyze(traced.trace, names, given)
+    analysis = _analyze(traced.trace, names, given, traced.unseen)
     findings = list(dict.fromkeys(map(_finding, analysis.problems)))
     inputs = static | {
         row.argument: Batched(row.dim, row.pad, row.per, row.extra)  # pyright: ignore[reportArgumentType]
@@ -146,7 +146,10 @@ class _Analysis:
 
 
 def _analyze(
-    trace: Trace, names: Mapping[fx.Node, str], given: Mapping[str, Batched | Static]
+    trace: Trace,
+    names: Mapping[fx.Node, str],
+    given: Mapping[str, Batched | Static],
+    unseen: Mapping[fx.Node, tuple[str, int]],
 ) -> _Analysis:
     declared = {
         node: (name, spec)
@@ -160,6 +163,8 @@ def _analyze(
         problem = Problem(anywhere, "padding unknown", str(error), "declare inputs")
         return _Analysis(None, (), [problem])
     problems = _used_for_size_alone(trace, names, given)
+    known_by_size, found = _known_by_size(trace, roles, given, unseen)
+    problems += found
     batched = any(isinstance(spec, Batched) for spec in given.values())
     if not roles.symbols and not batched:
         return _Analysis(roles, (), [_nothing_grows(trace, anywhere)])
@@ -184,19 +189,63 @@ def _analyze(
             remedy = f'declare inputs={{"{name}": Batched(...)}} or Static'
             problems.append(Problem(node, "padding unknown", reason, remedy))
     rows = tuple(
-        _row(names[node], dim, roles, fills[names[node]], flow, trace, trace.inputs[node])
+        _row(
+            names[node], dim, roles, fills[names[node]], flow, trace, trace.inputs[node].shape[dim]
+        )
         for node, dim in shapes.items()
     )
+    # no one looks at what pads them
+    rows += tuple(
+        _row(name, dim, roles, 0, flow, trace, size) for name, (dim, size) in known_by_size.items()
+    )
     return _Analysis(roles, rows, problems)
+
+
+def _known_by_size(
+    trace: Trace,
+    roles: Roles,
+    given: Mapping[str, Batched | Static],
+    unseen: Mapping[fx.Node, tuple[str, int]],
+) -> tuple[dict[str, tuple[int, Any]], list[Problem]]:
+    """Arguments that the graph has a growing size of and not the tensor.
+
+    Returns:
+        by name, the dimension and its size, of those that grow as an input does that the graph has
+        the tensor of: outputs of that size can be cut. Of the others, what is not known
+    """
+    sizes = _symbols_of_inputs(trace)
+    found: dict[str, tuple[int, Any]] = {}
+    problems = []
+    for node, (name, dim) in unseen.items():
+        size = trace.sizes.get(node)
+        if size is None or not roles.grows(size) or isinstance(given.get(name), Batched):
+            continue
+        known = expression(size).free_symbols <= sizes and roles.spec(size) is not None
+        if known and name not in (*found, *given) and name.isidentifier():
+            found[name] = dim, size
+            continue
+        user = next(iter(node.users), node)
+        reason = (
+            f"size {dim} of {name} grows with the batch, and the step reads nothing else of it: "
+            "padding could not be cut"
+        )
+        remedy = "take the size from an input that the step reads, or pass it as a number"
+        problems.append(Problem(user, "padding unknown", reason, remedy))
+        found.pop(name, None)
+    return found, problems
+
+
+def _symbols_of_inputs(trace: Trace) -> set[Any]:
+    return set[Any]().union(
+        *(expression(size).free_symbols for t in trace.inputs.values() for size in t.shape)
+    )
 
 
 def _used_for_size_alone(
     trace: Trace, names: Mapping[fx.Node, str], given: Mapping[str, Batched | Static]
 ) -> list[Problem]:
     """A size of an input that is declared to grow, and that the graph does not see otherwise."""
-    known = set[Any]().union(
-        *(expression(size).free_symbols for t in trace.inputs.values() for size in t.shape)
-    )
+    known = _symbols_of_inputs(trace)
     alone = [
         node for node, size in trace.sizes.items() if not expression(size).free_symbols <= known
     ]
@@ -264,16 +313,16 @@ def _row(
     fill: Fill,
     flow: PadFlow,
     trace: Trace,
-    tensor: Tensor,
+    size: Any,
 ) -> InputRow:
-    spec = roles.spec(tensor.shape[dim])
+    spec = roles.spec(size)
     assert spec is not None
     needs = flow.needs.get(name)
     because, node = "", None
     if needs:
         because, node = f"{needs[0].call.name}({needs[0].argument})", needs[0].call.node
     else:
-        root = _root_of(tensor.shape[dim], spec[1], roles, trace)
+        root = _root_of(size, spec[1], roles, trace)
         if root is not None:
             because, node = str(root), root.call.node if root.call is not None else None
     file, line = _compat.user_frame(node) if node is not None else ("", 0)

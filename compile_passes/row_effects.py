@@ -3,11 +3,12 @@
 Each raises :class:`Mixed` where real entries would not stay in front, or depend on padding.
 """
 
+import operator
 from collections.abc import Callable, Sequence
 
 import sympy
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from .roles import Roles
 from .rows import Call, is_symbolic
@@ -91,6 +92,21 @@ def slice(call: Call, roles: Roles) -> None:
         raise Mixed(f"takes {after} of {before} entries of {_dim(dim)}, padding among them", _LAST)
 
 
+def cuts_end(call: Call, roles: Roles) -> bool:
+    """A slice leaves out entries at the end of a dimension that grows."""
+    source, result = call.values["self"], call.results[0]
+    (dim,) = _normal([call.values.get("dim") or 0], source)
+    start, end = call.values.get("start") or 0, call.values.get("end")
+    before, after = roles.size(source.shape[dim]), roles.size(result.shape[dim])
+    if not (roles.grows(before) and roles.grows(after)):
+        return False
+    if call.values.get("step", 1) == 1:
+        return sympy.expand(before - after - roles.size(start)) != 0
+    if end is None or (isinstance(end, int) and end >= _NO_END):
+        return False
+    return sympy.expand(before - roles.size(end)) != 0
+
+
 _NO_END = 2**62
 _LAST = "gather the rows that are meant, as in hidden[query_start_loc[1:] - 1]"
 
@@ -107,6 +123,21 @@ def split(call: Call, roles: Roles) -> None:
     (dim,) = _normal([call.values.get("dim", 0)], tensor)
     if dim in roles.dims(tensor) and len(call.results) > 1:
         raise Mixed(f"splits {_dim(dim)}, so that padding comes to stand among real rows", _LAST)
+    if call.name == "unbind" or len(call.results) == 1 or _takes_front_alone(call.node):
+        return
+    if any(dim in roles.dims(result) for result in call.results):
+        raise Mixed(
+            f"splits dimension {dim} behind as many entries as the batch has, padding counted",
+            "take the front alone, as in table[: x.shape[0]]",
+        )
+
+
+def _takes_front_alone(node: fx.Node) -> bool:
+    """Of what a split returns, the graph uses the first alone."""
+    is_split = node.op == "call_method" and node.target in ("split", "split_with_sizes")
+    return is_split and all(
+        user.target is operator.getitem and user.args[1] == 0 for user in node.users
+    )
 
 
 def repeat(call: Call, roles: Roles) -> None:

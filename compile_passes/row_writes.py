@@ -2,14 +2,22 @@
 
 from collections.abc import Iterator
 
+from torch import Tensor
+
+from ..ops.declare import Facts
 from . import _compat
 from .pad_flow import Problem
-from .roles import Roles
+from .roles import Roles, roots_of
+from .row_effects import cuts_end
 from .rows import Call, Trace, input_name, is_symbolic
 
 
 class Memory:
-    """Which memory outlives the step, and which tensors are windows into what does not grow."""
+    """Which memory outlives the step, and which tensors are windows.
+
+    A window is a view in which padding lies where a batch without padding has something else: into
+    what does not grow, or into what grows and goes on behind the view.
+    """
 
     def __init__(self, trace: Trace, roles: Roles) -> None:
         self._roles = roles
@@ -37,19 +45,27 @@ class Memory:
         )
 
     def follow(self, call: Call) -> None:
-        """Take note of views."""
-        sources = {id(tensor): tensor for _, tensor in call.tensors()}
-        keys = {_compat.storage_key(t) for i, t in sources.items() if i in self._windows}
+        """Take note of views that leave out what stands at the end of a growing dimension."""
         for result in call.results:
-            if _compat.storage_key(result) in keys:
-                self._windows.add(id(result))
-        if call.name in ("slice", "narrow") and call.results:
-            source, result = call.values["self"], call.results[0]
-            if len(self._roles.dims(result)) > len(self._roles.dims(source)):
+            source = _viewed(call, result)
+            if source is not None and (
+                id(source) in self._windows or self._is_window(call, source, result)
+            ):
                 self._windows.add(id(result))
 
-    def check_writes(self, call: Call, declared: bool) -> Iterator[Problem]:
-        """Writes that a batch without padding would not make."""
+    def _is_window(self, call: Call, source: Tensor, result: Tensor) -> bool:
+        if len(self._roles.dims(result)) > len(self._roles.dims(source)):
+            return True
+        return call.name == "slice" and cuts_end(call, self._roles)
+
+    def check_writes(self, call: Call, facts: Facts | None) -> Iterator[Problem]:
+        """Writes that a batch without padding would not make.
+
+        Args:
+            call: any call, also one that takes nothing that grows
+            facts: what its op declares, if it does
+        """
+        roles = self._roles
         for tensor in call.written():
             key = _compat.storage_key(tensor)
             if key in self._batched:
@@ -59,10 +75,45 @@ class Memory:
                     "writes an input that grows with the batch: padded, the input is a copy",
                     "write to a tensor of the step's own and return it",
                 )
-            elif not declared and (key in self._kept or id(tensor) in self._windows):
+            elif key in self._kept and facts is None and self.concerns(call):
                 yield Problem(
                     call.node,
                     "rows mixed",
-                    f"writes batched rows to {self._kept.get(key, 'a window')}, padding among them",
+                    f"writes batched rows to {self._kept[key]}, padding among them",
                     "use an op that leaves padding out, as ops.kv_cache_write_, and declare it",
                 )
+            elif key in self._kept and not self._leaves_padding_out(call, facts):
+                yield Problem(
+                    call.node,
+                    "rows mixed",
+                    f"writes {self._kept[key]} also when only padding runs, as in warm-up and the "
+                    "recording of a graph",
+                    "write it outside of the step, or in an op that is declared with a pad for "
+                    "something that grows",
+                )
+            elif id(tensor) in self._windows and (facts is None or roles.dims(tensor)):
+                yield Problem(
+                    call.node,
+                    "rows mixed",
+                    "writes to a view that ends before the tensor does, so that padding is written "
+                    "to entries which a batch without padding has behind it",
+                    "use torch.where or torch.cat, or write outside of the step",
+                )
+
+    def _leaves_padding_out(self, call: Call, facts: Facts | None) -> bool:
+        """Padding keeps an op from writing, or it is noted elsewhere that it may not."""
+        if facts is None:
+            return False
+        roles = self._roles
+        if any(name in facts.pads and roles.dims(tensor) for name, tensor in call.tensors()):
+            return True
+        return bool(call.op and call.op.namespace != "mtpgraph" and self.concerns(call)) or any(
+            not roles.grows(root.count) for root in roots_of(call)
+        )
+
+
+def _viewed(call: Call, result: Tensor) -> Tensor | None:
+    """The argument that a result shares memory with: of several, the one that is written."""
+    key = _compat.storage_key(result)
+    arguments = (*call.written(), *(tensor for _, tensor in call.tensors()))
+    return next((t for t in arguments if _compat.storage_key(t) == key), None)

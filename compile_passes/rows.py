@@ -46,9 +46,10 @@ class Call:
                     yield name, item
 
     def written(self) -> list[Tensor]:
-        """The arguments that the schema says are written."""
+        """The arguments that the schema says are written; of a Triton kernel it says nothing."""
         if self.op is None:
-            return []
+            kernel = "triton_kernel_wrapper" in str(self.node.target)
+            return [tensor for _, tensor in self.tensors()] if kernel else []
         return [
             tensor
             for argument in self.op._schema.arguments
@@ -68,6 +69,7 @@ class Trace:
         sizes: the placeholders of symbolic sizes, and each size
         constants: tensors that the graph holds itself
         outputs: the tensors that it returns
+        values: what each node gave
     """
 
     gm: fx.GraphModule
@@ -76,6 +78,7 @@ class Trace:
     sizes: dict[fx.Node, Any]
     constants: list[Tensor]
     outputs: list[Tensor]
+    values: dict[fx.Node, Any]
 
 
 _IGNORED = frozenset(
@@ -108,6 +111,7 @@ def record(graph: fx.Graph) -> Trace:
         {node: value for node, value in inputs.items() if is_symbolic(value)},
         [v for n in graph.nodes if n.op == "get_attr" and isinstance(v := env.get(n), Tensor)],
         _tensors(returned),
+        env,
     )
 
 

@@ -1,16 +1,18 @@
-"""Branches of a step that depend on the size of its batch."""
+"""Where the size of a batch decides what is computed: branches, and numbers among arguments."""
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import sympy
-from torch import fx
+import torch
+from torch import Tensor, fx
 
 from . import _compat
 from .pad_flow import Problem
+from .report import name_of
 from .roles import Roles
-from .rows import Trace
+from .rows import Call, Trace, is_symbolic
 
 _SAMPLES = (*range(2, 34), 63, 64, 65, 100, 128, 255, 256, 257, 500, 512, 513, 1000, 1024, 4096)
 
@@ -58,3 +60,71 @@ def _holds(expression: Any, grown: list[Any], hints: Mapping[Any, int]) -> bool:
 def _readable(expression: Any, roles: Roles) -> str:
     names = {roles.requests: sympy.Symbol("requests"), roles.tokens: sympy.Symbol("tokens")}
     return str(expression.xreplace({k: v for k, v in names.items() if k is not None}))
+
+
+def sizes_as_values(trace: Trace, roles: Roles) -> Iterator[Problem]:
+    """Numbers that follow the batch, given to something that computes tensors with them.
+
+    Asked of the nodes of the graph: in the calls of ops that a node comes to, a number may be the
+    constant that it is in the batch at hand. A size is fine as long as it shows in one of them.
+    """
+    calls: dict[fx.Node, list[Call]] = {}
+    for call in trace.calls:
+        calls.setdefault(call.node, []).append(call)
+    for node in trace.gm.graph.nodes:
+        if node.op not in ("call_function", "call_method", "call_module"):
+            continue
+        made = [t for t in _compat.tree_leaves(trace.values.get(node)) if isinstance(t, Tensor)]
+        if not made and not any(call.written() for call in calls.get(node, ())):
+            continue
+        shown = _shown(calls.get(node, ()), roles)
+        # what takes a size may come to nothing where the size is what it was
+        shapes = [*made, *(t for call in calls.get(node, ()) for _, t in call.tensors())]
+        sizes = {roles.size(size) for tensor in shapes for size in tensor.shape}
+        hidden = [
+            number
+            for number, is_size in _numbers(node, trace, roles)
+            if not isinstance(number, torch.SymInt)
+            or not (roles.size(number) in shown or (is_size and roles.size(number) in sizes))
+        ]
+        if hidden:
+            yield Problem(
+                node,
+                "batch size as value",
+                f"{name_of(node)} computes with {_readable(roles.size(hidden[0]), roles)}, a "
+                "number that follows the size of the batch, which counts padding",
+                "count real rows, as in (seq_lens > 0).sum(), or pass the number in as a tensor",
+            )
+
+
+def _shown(calls: Iterable[Call], roles: Roles) -> set[Any]:
+    """The symbolic numbers among the arguments of calls."""
+    return {
+        roles.size(leaf)
+        for call in calls
+        for leaf in _compat.tree_leaves(list(call.values.values()))
+        if is_symbolic(leaf)
+    }
+
+
+_SHAPING = frozenset(
+    {"narrow", "view", "reshape", "expand", "broadcast_to", "flatten", "unflatten", "sum_to_size"}
+    | {"split", "repeat_interleave"}
+)
+
+
+def _numbers(node: fx.Node, trace: Trace, roles: Roles) -> Iterator[tuple[Any, bool]]:
+    """The numbers given to a node that follow the batch, and whether they are no more than sizes.
+
+    An index is none, nor is a value that is set; the ends of a slice are.
+    """
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    sliced: list[Any] = []
+    if name in ("getitem", "setitem"):
+        places = node.args[1] if isinstance(node.args[1], tuple | list) else [node.args[1]]
+        sliced = [end for place in places if isinstance(place, slice)
+                  for end in (place.start, place.stop)]  # fmt: skip
+    for given in node.all_input_nodes:
+        for leaf in _compat.tree_leaves(trace.values.get(given)):
+            if is_symbolic(leaf) and roles.grows(leaf):
+                yield leaf, name in _SHAPING or given in sliced

@@ -6,6 +6,7 @@ larger inputs are traced in place of it; nothing is run, so their content does n
 
 import dataclasses
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -32,10 +33,18 @@ class Undecided(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class TracedStep:
-    """A graph, and which of its inputs are arguments of the step."""
+    """A graph, and which of its inputs are arguments of the step.
+
+    Attributes:
+        trace: the graph
+        names: arguments, by the placeholder of the tensor
+        unseen: arguments of which the graph has a size and not the tensor, with its dimension, by
+            the placeholder of the size; several names where it may be either's
+    """
 
     trace: Trace
     names: Mapping[fx.Node, str]
+    unseen: Mapping[fx.Node, tuple[str, int]]
 
 
 def trace_step(fn: Callable[..., Any], bound: inspect.BoundArguments, given: Given) -> TracedStep:
@@ -74,7 +83,24 @@ def _trace(
         for node, value in zip(placeholders, inputs, strict=True)
         if id(value) in owners
     }
-    return TracedStep(trace, names)
+    return TracedStep(
+        trace, names, _unseen(trace, [n for n in stand_ins if n not in names.values()])
+    )
+
+
+def _unseen(trace: Trace, missing: list[str]) -> dict[fx.Node, tuple[str, int]]:
+    """The sizes in a graph that are of arguments of which it has no tensor."""
+    seen = {_plain(str(node.target)) for node in trace.inputs}
+    return {
+        node: (next((n for n in missing if source == f"L['{n}']"), " or ".join(missing)), dim)
+        for node, (source, dim) in _compat.size_sources(trace.gm).items()
+        if missing and _plain(source) not in seen
+    }
+
+
+def _plain(source: str) -> str:
+    # a placeholder is named after what it was found in
+    return re.sub(r"[^a-zA-Z0-9]+", "_", source).strip("_").lower()
 
 
 def _roles(traced: TracedStep, given: Given) -> Roles | None:
@@ -198,9 +224,20 @@ def _refuse_ambiguous(
     units: Mapping[str, tuple[str, int]],
     traced: TracedStep,
 ) -> None:
-    """An input of one row that would serve any batch may be one row by nature."""
+    """An input of one row that would serve any batch may be one row by nature.
+
+    One without rows that nothing ties to an empty batch may be of any size in the next.
+    """
     roles = _roles(traced, given)
+    empty = all(sizes[name][0] == extra for name, (_, extra) in units.items())
     for node, name in traced.names.items():
+        if empty and roles is not None and name not in units and sizes[name][:1] == (0,):
+            if not roles.dims(traced.trace.inputs[node]):
+                raise Undecided(
+                    f"{name} has no rows in a batch of none: whether it grows does not show",
+                    f'call the step first with two requests, or declare inputs={{"{name}": ...}}',
+                )
+            continue
         if roles is None or name in units or larger[name] == sizes[name] or sizes[name][0] != 1:
             continue
         if not roles.dims(traced.trace.inputs[node]):

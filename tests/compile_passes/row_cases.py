@@ -22,6 +22,19 @@ def _behind(x: Any, i: Any, w: Any) -> Any:
     return y[: x.shape[0]]
 
 
+def _written(x: Any, write: Callable[[Any], Any]) -> Any:
+    y = x.clone()
+    write(y)
+    return y
+
+
+def _running(x: Any, i: Any, w: Any) -> Any:
+    y = x.clone()
+    y[1:] += y[:-1]
+    y[1:] *= 2
+    return y
+
+
 def _set(target: Any, index: Any, value: Any) -> Any:
     target[index] = value
     return target
@@ -50,8 +63,19 @@ SAFE: dict[str, Case] = {
     "from the third": lambda x, i, w: x[2:],
     "gather features": lambda x, i, w: x.gather(1, (i % 4).unsqueeze(1)),
     "rows by index": lambda x, i, w: w.index_select(0, i % 8),
-    "first row kept": lambda x, i, w: w.add_(x[0]),
-    "count up": lambda x, i, w: (w.add_(1), x),
+    "write from the second row": lambda x, i, w: _written(x, lambda y: y[1:].mul_(2)),
+    "add the row in front": _running,
+    "write every other row": lambda x, i, w: _written(x, lambda y: y[::2].zero_()),
+    "write every row": lambda x, i, w: _written(x, lambda y: y[: x.shape[0]].copy_(x + 1)),
+    "write a column": lambda x, i, w: _written(x, lambda y: y[:, :-1].zero_()),
+    "write the first row": lambda x, i, w: _written(x, lambda y: y[:1].zero_()),
+    "write to a front that is a copy": lambda x, i, w: x[:-1].clone().mul_(2),
+    "count in memory of its own": lambda x, i, w: x + torch.zeros(4).add_(1),
+    "unbind columns": lambda x, i, w: torch.stack(x.t().unbind(0)),
+    "front of a split": lambda x, i, w: w.repeat(9, 1).split([x.shape[0], 72 - x.shape[0]])[0] + x,
+    "as many rows from the second": lambda x, i, w: x.narrow(0, 1, x.shape[0] - 1),
+    "view of as many rows": lambda x, i, w: x.reshape(x.shape[0], 2, -1).expand(x.shape[0], 2, 2),
+    "rows of as many numbers": lambda x, i, w: x.repeat_interleave(2, 0, output_size=2 * len(x)),
     "pad features": lambda x, i, w: F.pad(x, (1, 2)),
     "baddbmm": lambda x, i, w: torch.baddbmm(x[:, None], x[:, None], w.t() @ w + x[:, :1, None]),
     "bias of linear": lambda x, i, w: F.linear(x, w, w[:, 0]),
@@ -104,6 +128,44 @@ UNSAFE: dict[str, Case] = {
     "logsumexp": lambda x, i, w: x.logsumexp(0),
     "write a window": lambda x, i, w: w.view(-1)[: x.shape[0]].copy_(x[:, 0]),
     "zero a window": lambda x, i, w: w[: x.shape[0]].zero_(),
+    "first row kept": lambda x, i, w: w.add_(x[0]),
+    "count up": lambda x, i, w: (w.add_(1), x),
+    "fill a row that is kept": lambda x, i, w: (w[0].fill_(1), x),
+    "zero the first row of the batch": lambda x, i, w: (x[0].zero_(), w),
+    "write all but the last": lambda x, i, w: _written(x, lambda y: y[:-1].mul_(2)),
+    "write all but the last of twos": lambda x, i, w: _written(x, lambda y: y[:-1:2].zero_()),
+    "write all but the last by size": lambda x, i, w: _written(
+        x, lambda y: y.narrow(0, 0, x.shape[0] - 1).zero_()
+    ),
+    "write a view of all but the last": lambda x, i, w: _written(
+        x, lambda y: y.t()[:2, :-1].t()[1:].zero_()
+    ),
+    "out of all but the last": lambda x, i, w: _written(
+        x, lambda y: torch.add(x[1:], 1, out=y[:-1])
+    ),
+    "mask all but the last": lambda x, i, w: _written(
+        x, lambda y: y[:-1].masked_fill_(x[1:] > 0, 0)
+    ),
+    "shift to the front": lambda x, i, w: _written(x, lambda y: _set(y, slice(None, -1), x[1:])),
+    "front of a longer buffer": lambda x, i, w: _set(
+        x.new_zeros(x.shape[0] + 2, 4), slice(None, x.shape[0]), x
+    ),
+    "rest of a split": lambda x, i, w: w.repeat(9, 1).split([x.shape[0], 72 - x.shape[0]])[1],
+    "write the front of a split": lambda x, i, w: _written(
+        w.repeat(9, 1), lambda y: y.split([x.shape[0], 72 - x.shape[0]])[0].copy_(x)
+    ),
+    "tensor of a float": lambda x, i, w: x * torch.as_tensor(float(x.shape[0])),
+    "array of a float": lambda x, i, w: x * torch.asarray(float(x.shape[0]) / 2),
+    "scale of attention": lambda x, i, w: F.scaled_dot_product_attention(
+        x.unsqueeze(1), w.expand(len(x), 8, 4), w.expand(len(x), 8, 4), scale=1 / x.shape[0]
+    ),
+    "eps of a norm": lambda x, i, w: F.rms_norm(x, (4,), eps=1 / x.shape[0]),
+    "value of a pad": lambda x, i, w: F.pad(x, (0, 1), value=1 / x.shape[0]),
+    "eps of logit": lambda x, i, w: torch.logit(x, 1 / x.shape[0]),
+    "tolerance": lambda x, i, w: torch.isclose(x, x + 0.3, atol=1 / x.shape[0]),
+    "decimals": lambda x, i, w: torch.round(x, decimals=min(x.shape[0], 3)),
+    "decimals of all": lambda x, i, w: torch.round(x, decimals=x.shape[0]),
+    "set to size": lambda x, i, w: _written(x, lambda y: _set(y, 0, x.shape[0])),
     "add to a table": lambda x, i, w: w.index_add_(0, i, x),
     "put in a table": lambda x, i, w: _set(w, i, x),
     "mean into a table": lambda x, i, w: w[0].copy_(x.mean(0)),

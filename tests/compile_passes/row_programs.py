@@ -89,6 +89,41 @@ def _window(t: Tensor, r: Tensor, c: Context) -> Rows:
     return t + kept.sum(0), r
 
 
+def _rows_behind(t: Tensor, r: Tensor, c: Context) -> Rows:
+    shifted = r * 1
+    shifted[1:] = r[:-1]
+    shifted[1:] *= 2
+    return t, shifted
+
+
+def _rows_in_front(t: Tensor, r: Tensor, c: Context) -> Rows:
+    shifted = t * 1
+    shifted[:-1] = t[1:]
+    return shifted, r
+
+
+def _doubled(t: Tensor, r: Tensor, c: Context) -> Rows:
+    doubled = r * 1
+    doubled[:-1] *= 2
+    return t, doubled
+
+
+def _longer(t: Tensor, r: Tensor, c: Context) -> Rows:
+    longer = t.new_zeros(t.shape[0] + 2, DIM)
+    longer[: t.shape[0]] = t + 1
+    return longer[2:], r
+
+
+def _split_table(t: Tensor, r: Tensor, c: Context) -> Rows:
+    _, rest = c.table.split([r.shape[0], 64 - r.shape[0]])
+    return t + rest[:1], r
+
+
+def _scaled_attention(t: Tensor, r: Tensor, c: Context) -> Rows:
+    keys = c.table[:6].unsqueeze(0)
+    return F.scaled_dot_product_attention(t[None], keys, keys, scale=1 / t.shape[0])[0], r
+
+
 def _conv(t: Tensor, r: Tensor, c: Context) -> Rows:
     return F.conv1d(t.unsqueeze(1), c.weight[:1, :3].unsqueeze(1), padding=1).squeeze(1), r
 
@@ -138,6 +173,14 @@ PIECES = [
     Piece("shift", True, lambda t, r, c: (F.pad(t, (0, 0, 1, 0))[: t.shape[0]], r)),
     Piece("first row", True, lambda t, r, c: (t + t[0], r + r[:1])),
     Piece("real requests", True, lambda t, r, c: (t / (c.seq_lens > 0).sum(), r)),
+    Piece("rows behind by writing", True, _rows_behind),
+    Piece("rows in front by writing", False, _rows_in_front),
+    Piece("write all but the last", False, _doubled),
+    Piece("front of a longer buffer", False, _longer),
+    Piece("split of a table", False, _split_table),
+    Piece("scale of attention", False, _scaled_attention),
+    Piece("size as a tensor", False, lambda t, r, c: (t * torch.as_tensor(float(len(t))), r)),
+    Piece("size as eps", False, lambda t, r, c: (t, F.rms_norm(r, (DIM,), eps=1 / len(r)))),
     Piece("sum of rows", False, lambda t, r, c: (t + t.sum(0), r)),
     Piece("mean of requests", False, lambda t, r, c: (t, r - r.mean(0, keepdim=True))),
     Piece("norm", False, lambda t, r, c: (t / torch.linalg.vector_norm(t), r)),

@@ -303,6 +303,84 @@ def own_copy_after_a_scatter(lens, n, prev, rows):
     return changed.sum()
 
 
+def a1_sum_stored_by_out(lens, n, prev, rows):
+    torch.add(lens, prev, out=prev)
+    OPS.advance_(n, prev.flip(0))
+    OPS.advance_(lens, lens.flip(0) - 1)
+    return prev * 2
+
+
+def a1_sum_stored_by_an_out_overload(lens, n, prev, rows):
+    torch.ops.aten.add.out(lens, prev, out=prev)
+    OPS.advance_(lens, n)
+
+
+def a1_sum_stored_by_a_packet_with_out(lens, n, prev, rows):
+    torch.ops.aten.add(lens, prev, out=prev)
+    OPS.advance_(lens, n)
+
+
+def a1_arguments_of_out_by_name(lens, n, prev, rows):
+    torch.add(input=lens, other=prev, out=prev)
+    OPS.advance_(lens, n)
+
+
+def a1_out_into_an_empty_buffer(lens, n, prev, rows):
+    buffer = torch.empty_like(lens)
+    torch.mul(lens, 2, out=buffer)
+    OPS.write_(lens, buffer - 1)
+    return buffer * 2
+
+
+def a2_cat_with_out(lens, n, prev, rows):
+    z = lens * 2
+    y = torch.empty_like(z)
+    torch.cat([z], out=y)
+    OPS.reverse_(y, z)
+    return y
+
+
+def a2_ones_times_it_in_place(lens, n, prev, rows):
+    z = lens * 2
+    y = torch.ones_like(lens)
+    y.mul_(z)
+    OPS.reverse_(y, z)
+    return y
+
+
+def a3_old_lens_with_out(lens, n, prev, rows):
+    old = torch.empty_like(lens)
+    torch.cat([lens], out=old)
+    lens.add_(n)
+    prev.copy_(old)
+
+
+def a4_scatter_with_out(lens, n, prev, rows):
+    y = torch.empty_like(lens)
+    torch.index_add(lens, 0, rows, n[:2], out=y)
+    lens.copy_(n)
+    return y
+
+
+def a4_ones_times_it_in_place(lens, n, prev, rows):
+    y = torch.ones_like(lens)
+    y.mul_(lens)
+    return y
+
+
+def own_operand_with_out(lens, n, prev, rows):
+    lens[rows] = n[:2]
+    torch.add(lens, lens.flip(0), out=lens)
+    return lens * 2
+
+
+def own_first_operand_with_out(lens, n, prev, rows):
+    """What is read is the first argument, and is not what is written."""
+    lens[rows] = n[:2]
+    torch.add(lens.flip(0), lens, out=lens)
+    return lens * 2
+
+
 TRIGGERS: list[Program] = [
     a1_used_in_an_expression_and_after,
     a1_mask_of_a_reset,
@@ -339,6 +417,18 @@ TRIGGERS: list[Program] = [
     own_operand_is_a_view_of_what_reads_it,
     own_part_copied_to_another,
     own_copy_after_a_scatter,
+    a1_sum_stored_by_out,
+    a1_sum_stored_by_an_out_overload,
+    a1_sum_stored_by_a_packet_with_out,
+    a1_arguments_of_out_by_name,
+    a1_out_into_an_empty_buffer,
+    a2_cat_with_out,
+    a2_ones_times_it_in_place,
+    a3_old_lens_with_out,
+    a4_scatter_with_out,
+    a4_ones_times_it_in_place,
+    own_operand_with_out,
+    own_first_operand_with_out,
 ]
 _RIGHT_BEFORE_2_14 = {"a2_persistent_buffer", "a2_times_one", "a4_divided_by_one"}
 _ALL = {program.__name__ for program in TRIGGERS}
@@ -449,6 +539,32 @@ def gather_compute_and_scatter_back(lens, n, prev, rows):
     return (h * n[:2]).sum()
 
 
+def out_into_what_nothing_else_writes(lens, n, prev, rows):
+    new = torch.empty_like(lens)
+    torch.add(lens, n, out=new)
+    lens.copy_(new)
+    return new * 2
+
+
+def out_over_the_first_operand(lens, n, prev, rows):
+    torch.add(prev, n, out=prev)
+    torch.mul(lens, prev, out=lens)
+    return prev * 2
+
+
+def out_replaces_what_was_read(lens, n, prev, rows):
+    """What ``new`` was computed from at first is of no matter once it is filled anew."""
+    new = lens * 2
+    torch.add(prev, n, out=new)
+    OPS.advance_(lens, n)
+    return new * 2
+
+
+def out_of_none(lens, n, prev, rows):
+    torch.add(lens, n, out=None)
+    return torch.mul(prev, n, out=None)
+
+
 SAFE: list[Program] = [
     a1_read_through_an_opaque_op,
     a1_functional_op_and_copy,
@@ -466,6 +582,10 @@ SAFE: list[Program] = [
     a4_nothing_to_alias,
     a_part_is_rotated_in_place,
     gather_compute_and_scatter_back,
+    out_into_what_nothing_else_writes,
+    out_over_the_first_operand,
+    out_replaces_what_was_read,
+    out_of_none,
 ]
 
 
@@ -545,6 +665,22 @@ def test_one_snapshot_serves_all_that_was_computed_from_it():
 
     _, probe = trace(step, *make_inputs()[:2])
     assert probe.counts == {"find_mutation_hazards": 1}
+
+
+def test_a_snapshot_takes_the_place_of_an_operand_and_never_of_what_is_written():
+    def step(lens: Tensor, prev: Tensor, n: Tensor) -> None:
+        torch.add(lens, prev, out=prev)
+        OPS.advance_(lens, n)
+
+    inputs = make_inputs()[:3]
+    _, probe = trace(step, *inputs)
+    add = next(node for node in probe.graphs[0].graph.nodes if node.target is torch.add)
+    first, second = add.args
+    assert first.target is torch.ops.mtpgraph.snapshot.default
+    assert second.op == add.kwargs["out"].op == "placeholder"
+    expected = make_inputs()[:3]
+    step(*expected)
+    assert all(map(torch.equal, inputs, expected))
 
 
 def test_two_writes_need_two_snapshots():

@@ -1,3 +1,4 @@
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -425,6 +426,133 @@ def test_infer_batch_of_a_declared_op(paged_scale: Any):
         "slots": Batched(0, pad=-1, per="token"),
         "pool": Static(),
     }
+
+
+def flat(x: Tensor, query_start_loc: Tensor, seq_lens: Tensor) -> Tensor:
+    row_lens, _ = ops.flatten_decode(query_start_loc, seq_lens, x.shape[0])
+    return x + row_lens.unsqueeze(1)
+
+
+class Counting(torch.nn.Module):
+    """Counts its calls in a buffer."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: Tensor, query_start_loc: Tensor, seq_lens: Tensor) -> Tensor:
+        self.calls.add_(1)
+        return flat(x, query_start_loc, seq_lens) + self.calls
+
+
+def test_infer_batch_reports_a_write_that_padding_makes_too():
+    """Nothing that grows goes in, and a run of padding alone would count."""
+    step = Counting()
+    batch = torch.zeros(3, 2), *lens(1, 1, 1)
+    (finding,) = infer(step.forward, *batch).findings
+    assert finding.kind == "rows mixed"
+    assert finding.code == "self.calls.add_(1)"
+    assert "also when only padding runs" in finding.reason
+    assert "declared with a pad" in finding.remedy
+
+
+@pytest.mark.parametrize("sizes", [[4, 8], [2]], ids=["padded", "above"])
+def test_a_step_that_counts_its_calls_counts_each_once(sizes: list[int]):
+    step = Counting()
+    compiled = mtpgraph.compile(step, sizes=sizes, engine="eager")
+    with pytest.warns(RuntimeWarning, match="also when only padding runs"):
+        compiled.warm_up(torch.zeros(3, 2), *lens(1, 1, 1))
+    for calls, num_reqs in enumerate((3, 0, 1, 3), start=1):
+        batch = torch.zeros(num_reqs, 2), *lens(*[1] * num_reqs)
+        out = compiled(*batch)
+        assert step.calls.item() == calls
+        torch.testing.assert_close(out, flat(*batch) + calls)
+
+
+def test_a_step_that_counts_its_calls_warns_where_inputs_are_declared():
+    inputs = {
+        "x": Batched(0, per="token"),
+        "query_start_loc": Batched(0, "last", extra=1),
+        "seq_lens": Batched(0),
+    }
+    compiled = mtpgraph.compile(Counting(), inputs=inputs, sizes=[4], engine="eager")
+    with pytest.warns(RuntimeWarning, match="padding may reach real rows.*only padding runs"):
+        compiled(torch.zeros(3, 2), *lens(1, 1, 1))
+
+
+def test_infer_batch_takes_a_pad_that_does_not_grow_for_none(paged_scale: Any):
+    """Padding rows are left out by slots of the batch, not by slots that are always the same."""
+    rows = {"x": None, "slots": None}
+    pads = {"slots": -1}
+    declare_module.declare(paged_scale, rows=rows, pad_values=pads, row_independent=True)
+
+    def step(
+        x: Tensor, query_start_loc: Tensor, seq_lens: Tensor, y: Tensor, slots: Tensor, pool: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        return flat(x, query_start_loc, seq_lens), paged_scale(pool, y, slots)
+
+    kept = torch.ones(2, 4), torch.arange(2), torch.zeros(8, 4)
+    (finding,) = infer(step, torch.zeros(3, 2), *lens(1, 1, 1), *kept).findings
+    assert finding.reason.startswith("writes pool also when only padding runs")
+
+
+def sized(x: Tensor, query_start_loc: Tensor, seq_lens: Tensor, temp: Tensor) -> Tensor:
+    """Reads nothing of ``x`` but its size."""
+    row_lens, _ = ops.flatten_decode(query_start_loc, seq_lens, x.shape[0])
+    return row_lens + temp
+
+
+def test_infer_batch_of_an_input_known_by_its_size():
+    """``temp`` is of the same size: outputs are cut by it, and ``x`` has to grow with it."""
+    for query_lens in ([1, 1, 1], [2, 2], [1, 2]):
+        starts, seq_lens = lens(*query_lens)
+        count = sum(query_lens)
+        batch = torch.ones(count, 2), starts, seq_lens, torch.ones(count, dtype=torch.int32)
+        inferred = infer(sized, *batch)
+        assert inferred.row_safe, inferred.findings
+        token = Batched(0, pad=0, per="token")
+        assert (inferred.inputs["x"], inferred.inputs["temp"]) == (token, token)
+    step = mtpgraph.compile(sized, sizes=[2, 4], engine="eager")
+    for count in (3, 1, 4, 9):
+        batch = torch.ones(count, 2), *lens(*[1] * count), torch.ones(count, dtype=torch.int32)
+        torch.testing.assert_close(step(*batch), sized(*batch))
+    assert step.stats().findings == []
+
+
+def test_infer_batch_reports_a_size_that_no_input_has():
+    def step(x: Tensor, query_start_loc: Tensor, seq_lens: Tensor) -> Tensor:
+        return ops.flatten_decode(query_start_loc, seq_lens, x.shape[0])[0]
+
+    @functools.wraps(step)
+    def wrapped(*args: Tensor) -> Tensor:
+        return step(*args)
+
+    batch = torch.zeros(3, 2), *lens(1, 1, 1)
+    for fn in (step, wrapped):
+        inferred = infer(fn, *batch)
+        assert inferred.inputs["x"] == Static()
+        (finding,) = inferred.findings
+        assert finding.kind == "padding unknown"
+        assert "size 0 of x grows with the batch" in finding.reason
+
+
+def test_infer_batch_cannot_tell_an_empty_row_from_an_empty_table():
+    def step(x: Tensor, query_start_loc: Tensor, seq_lens: Tensor, temp: Tensor) -> Tensor:
+        _, requests = ops.flatten_decode(query_start_loc, seq_lens, x.shape[0])
+        return temp[requests.long().clamp(min=0)].unsqueeze(1) * x
+
+    empty = torch.zeros(0, 2), int32(0), int32(), torch.zeros(0)
+    inferred = infer(step, *empty)
+    assert not inferred.decided
+    assert inferred.findings[0].reason.startswith("temp has no rows in a batch of none")
+    assert infer(step, torch.zeros(3, 2), *lens(1, 1, 1), torch.zeros(3)).decided
+    # in a batch that has requests, an empty table is one
+    other = infer(
+        lambda x, q, s, w: (flat(x, q, s), w * 2), torch.ones(2, 2), *lens(1, 1), empty[3]
+    )
+    assert other.decided
 
 
 def test_infer_batch_is_a_pass():

@@ -6,7 +6,14 @@ from torch import Tensor, fx
 
 from mtpgraph import ops
 from mtpgraph.compile_passes._memory import disjoint, same_elements, same_rows
-from mtpgraph.compile_passes._nodes import copied_from, erase_unused, is_view, mutated, same_value
+from mtpgraph.compile_passes._nodes import (
+    copied_from,
+    erase_unused,
+    is_view,
+    mutated,
+    named_in_place,
+    same_value,
+)
 
 
 def graph_of(fn: Callable[..., object], *args: Tensor, dynamic: bool = False) -> fx.Graph:
@@ -170,3 +177,20 @@ def test_erase_unused_keeps_what_has_effects():
     targets = [str(node.target) for node in graph.nodes if node.op != "placeholder"]
     assert not [target for target in targets if target in ("clone", "detach")]
     assert [target for target in targets if "causal_conv1d_update_" in target]
+
+
+@pytest.mark.parametrize(
+    ("name", "writes"),
+    [
+        ("add_", True),
+        ("__iadd__", True),
+        ("__setitem__", True),
+        ("add", False),
+        ("__eq__", False),
+        ("__add__", False),
+        ("__getitem__", False),
+    ],
+)
+def test_a_name_says_what_writes(name: str, writes: bool) -> None:
+    """Some versions of the tracer call ``x == 0`` by the method's name."""
+    assert named_in_place(name) == writes

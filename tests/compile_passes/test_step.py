@@ -393,6 +393,7 @@ def test_step_takes_in_place_residuals_and_bookkeeping():
     assert torch.equal(kept, expected_kept)
 
 
+@mixes_rows
 def test_step_runs_once_per_call():
     """The first call learns how outputs follow the batch from the batch itself."""
     step = mtpgraph.compile(
