@@ -339,9 +339,9 @@ def _root_of(size: Any, extra: int, roles: Roles, trace: Trace) -> Root | None:
 
 
 def _tokens_per_request(roles: Roles | None, trace: Trace) -> int | None:
-    if roles is None or roles.requests is None:
+    if roles is None or roles.requests is None or roles.tokens is None:
         return None
-    ratio: Any = (roles.tokens if roles.tokens is not None else roles.requests) / roles.requests
+    ratio: Any = roles.tokens / roles.requests
     for tensor in trace.inputs.values():
         for size in tensor.shape:
             symbol, hint = expression(size), _compat.size_hint(size)

@@ -30,11 +30,13 @@ class Variant:
     Attributes:
         specs: what each argument that holds tensors is; what was declared until a call settles it
         pads: batches are padded, or run at their own sizes
+        uniform: the step takes equally many tokens of each request
         examined: a call has shown whether anything stands against padding
     """
 
     specs: Specs
     pads: bool = False
+    uniform: bool = False
     settled: bool = False
     examined: bool = False
     # sizes of the calls that could not tell, so that none of them is looked at twice
@@ -122,6 +124,7 @@ class InputPlan:
             return
         variant.examined = True
         ratio = inferred.tokens_per_request
+        variant.uniform = ratio is not None
         if ratio is not None and ratio != self._options.next_n:
             variant.examined = variant.settled = variant.pads = False
             raise ValueError(

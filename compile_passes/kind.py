@@ -31,6 +31,7 @@ class Kind:
 
     Attributes:
         surveys: what lay in the arguments that do not grow, in the last call
+        uniform: the step takes equally many tokens of each request
         moves: how often caches and states have moved
         plan: how outputs follow the batch
         buffers, direct: inputs and calls of each shape
@@ -38,6 +39,7 @@ class Kind:
     """
 
     surveys: list[Survey]
+    uniform: bool = False
     moves: int = 0
     plan: OutputPlan | None = None
     buffers: dict[Shape, Buffers] = dataclasses.field(default_factory=dict)

@@ -166,17 +166,26 @@ def _units(
     buffers: Mapping[str, Tensor],
     specs: Mapping[str, Batched],
 ) -> dict[Any, sympy.Expr]:
-    """The graph's symbols in requests and tokens, by the inputs that were declared to grow."""
+    """The graph's symbols in requests and tokens, by the inputs that were declared to grow.
+
+    Where the step fixes the tokens of a request, tokens themselves are so many requests.
+    """
     names = {id(buffer): name for name, buffer in buffers.items()}
+    grown = [
+        (specs[names[id(value)]], expressions)
+        for value, expressions in zip(inputs, sizes.inputs, strict=True)
+        if id(value) in names
+    ]
     units: dict[Any, sympy.Expr] = {}
-    for value, expressions in zip(inputs, sizes.inputs, strict=True):
-        name = names.get(id(value))
-        if name is not None:
-            spec = specs[name]
-            length = sympy.sympify(expressions[spec.dim])
-            if len(length.free_symbols) == 1:
-                (symbol,) = length.free_symbols
-                units[symbol] = sympy.solve(length - _UNITS[spec.per] - spec.extra, symbol)[0]
+    for spec, expressions in sorted(grown, key=lambda pair: pair[0].per):
+        length = sympy.sympify(expressions[spec.dim]) - spec.extra
+        unit = _UNITS[spec.per]
+        if len(length.free_symbols) == 1:
+            (symbol,) = length.free_symbols
+            if symbol not in units:
+                units[symbol] = sympy.solve(length - unit, symbol)[0]
+            elif (count := sympy.expand(length.xreplace(units))) != unit:
+                units[unit] = count
     seen = _symbols(size for shape in sizes.inputs if isinstance(shape, tuple) for size in shape)
     alone = _symbols(size for size in sizes.inputs if not isinstance(size, tuple | NoneType))
     return units | dict.fromkeys(alone - seen, _UNSEEN)
@@ -227,7 +236,7 @@ def _cut(dim: int, size: sympy.Expr, units: Mapping[Any, sympy.Expr]) -> _Cut | 
         length, per = size.args
     length = length.xreplace(dict(units))
     for unit, symbol in _UNITS.items():
-        more = sympy.expand(length - symbol)
+        more = sympy.expand(length - units.get(symbol, symbol))
         if more.is_Integer and per.is_Integer:
             return _Cut(dim, unit, int(more), int(per))
     return None

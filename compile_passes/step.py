@@ -141,7 +141,7 @@ class CompiledStep:
             self._stats.calls[size] += 1
             if size is None:
                 return self._run_exact(batch, kind)
-            return self._run_padded(batch, kind, self._shape_of(size), size)
+            return self._run_padded(batch, kind, self._shape_of(size, kind), size)
 
     def _enter(self) -> None:
         if not self._busy.acquire(blocking=False):
@@ -180,7 +180,7 @@ class CompiledStep:
             self._plan(batch, kind)
             with frozen_gc():
                 for size in reversed(self._options.sizes):
-                    shape = self._shape_of(size)
+                    shape = self._shape_of(size, kind)
                     if self._graph(batch, kind, shape) is None:
                         self._buffers_of(batch, kind, shape).blank()
                         self._run(batch, kind, shape)
@@ -210,7 +210,7 @@ class CompiledStep:
                     f"buffers are for at most {self._options.sizes[-1]} requests, got "
                     f"{max(batch.requests, -(-batch.tokens // self._options.next_n))}"
                 )
-            return self._buffers_of(batch, kind, self._shape_of(size)).fronts(
+            return self._buffers_of(batch, kind, self._shape_of(size, kind)).fronts(
                 batch.requests, batch.tokens
             )
 
@@ -247,7 +247,7 @@ class CompiledStep:
         batch = Batch.read(bound, variant.specs, self._surveyor, self._options.next_n)
         kind = self._kinds.get(batch.kind)
         if kind is None:
-            kind = self._kinds[batch.kind] = Kind(batch.surveys)
+            kind = self._kinds[batch.kind] = Kind(batch.surveys, variant.uniform)
         elif kind.moved(batch.surveys):
             kind.moves += 1
             kind.direct.clear()
@@ -274,11 +274,13 @@ class CompiledStep:
         index = bisect.bisect_left(self._options.sizes, needed)
         return self._options.sizes[index] if index < len(self._options.sizes) else None
 
-    def _shape_of(self, size: int) -> Shape:
-        tokens = size * self._options.next_n
+    def _shape_of(self, size: int, kind: Kind) -> Shape:
+        next_n = self._options.next_n
         if size in self._options.specialize:
-            return Shape(size, tokens, "static")
-        return symbolic_shape(size, tokens)
+            return Shape(size, size * next_n, "static")
+        if kind.uniform:
+            size = max(size, 2)
+        return symbolic_shape(size, size * next_n)
 
     def _run_padded(self, batch: Batch, kind: Kind, shape: Shape, size: int | None = None) -> Any:
         padding = shape.tokens - batch.tokens
@@ -323,7 +325,7 @@ class CompiledStep:
     def _plan(self, batch: Batch, kind: Kind) -> OutputPlan:
         """How outputs follow the batch; learnt from a run of padding if need be."""
         if kind.plan is None:
-            size = self._options.sizes[0]
+            size = max(self._options.sizes[0], 2)
             shape = symbolic_shape(size, size * self._options.next_n)
             self._buffers_of(batch, kind, shape).blank()
             self._learn(batch, kind, shape)

@@ -192,3 +192,18 @@ def test_other_constants_are_another_graph_and_looked_at_by_itself() -> None:
         torch.testing.assert_close(step(*args, mix=True), fn(*args, mix=True))
         torch.testing.assert_close(step(*args), fn(*args))
     assert step.stats().calls == {None: 3, 4: 2, 8: 2}
+
+
+def test_outputs_per_token_where_the_step_fixes_the_tokens_of_a_request() -> None:
+    def fn(seq_lens: Tensor, query_start_loc: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+        row_lens, _ = ops.flatten_decode(query_start_loc, seq_lens, x.shape[0])
+        grouped = x.view(seq_lens.shape[0], 2, 3)
+        return x + row_lens[:, None], grouped * 2, grouped.sum(1), seq_lens * 2
+
+    step = compile_step(fn)
+    for num_reqs in (3, 2, 7, 1, 5):
+        starts = torch.arange(0, 2 * num_reqs + 1, 2, dtype=torch.int32)
+        args = starts[1:] + 3, starts, torch.randn(2 * num_reqs, 3)
+        for actual, expected in zip(step(*args), fn(*args), strict=True):
+            torch.testing.assert_close(actual, expected)
+    assert step.stats().calls == {4: 1, 2: 1, 8: 2, 1: 1}

@@ -111,7 +111,7 @@ MODELS = [
         exact=True,
         known_gaps={
             "numbers": "what is indexed by query_start_loc is not known to have a row for each "
-            "token, and next_n is then said to be wrong"
+            "token"
         },
     ),
     Model(
@@ -149,7 +149,6 @@ MODELS = [
         step=uniform_view,
         kept=lambda: {"ssm": ssm_pool()},
         batches="uniform",
-        known_gaps={"numbers": "an output of 2 * requests tokens is refused at the first call"},
     ),
     Model(
         name="mean of drafts",
