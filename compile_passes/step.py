@@ -250,6 +250,8 @@ class CompiledStep:
             kind = self._kinds[batch.kind] = Kind(batch.surveys, variant.uniform)
         elif kind.moved(batch.surveys):
             kind.moves += 1
+            # memory that was let go may be somebody else's by now
+            kind.written.clear()
             kind.direct.clear()
             if self._replays is not None:
                 self._replays.clear()
@@ -419,10 +421,11 @@ class CompiledStep:
             # whatever is wrong with the step is said before it writes to a cache
             _refuse_written(artifact, args, buffers)
             check_outputs(artifact.sizes, args, buffers, batch.specs)
+            statics = {id(tensor) for survey in batch.surveys for tensor in survey.tensors}
             kind.written |= {
                 _compat.storage_key(value)
                 for value, written in zip(args, artifact.in_place, strict=True)
-                if written and isinstance(value, Tensor)
+                if written and id(value) in statics
             }
             _refuse_shared(batch.batched, kind.written)
             results = artifact.run(*args)
