@@ -544,7 +544,7 @@ def guard_equal(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
     if size_expression(a) == size_expression(b):
         return True
     hints = [size.node.hint if isinstance(size, torch.SymInt) else size for size in (a, b)]
-    return None not in hints and hints[0] == hints[1] and guard_or_false(a == b)
+    return bool(None not in hints and hints[0] == hints[1] and guard_or_false(a == b))
 
 
 class _Traced(Exception):
@@ -750,7 +750,8 @@ def known_at_least_0(expression: Any, *tensors: Tensor) -> bool:
     for tensor in tensors:
         for size in (*tensor.shape, *tensor.stride(), tensor.storage_offset()):
             if isinstance(size, torch.SymInt):
-                return bool(size.node.shape_env.bound_sympy(expression).lower >= 0)
+                shape_env: Any = size.node.shape_env
+                return bool(shape_env.bound_sympy(expression).lower >= 0)
     return False
 
 

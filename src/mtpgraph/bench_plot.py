@@ -1,6 +1,7 @@
 """``mtpgraph bench plot``: the rows of ``mtpgraph bench step`` as a table and as a picture."""
 
 import argparse
+import importlib
 import json
 import sys
 from collections.abc import Sequence
@@ -61,10 +62,9 @@ def draw(rows: Sequence[Row], out: Path) -> None:
     Raises:
         ModuleNotFoundError: matplotlib is not installed
     """
-    import matplotlib
-
+    matplotlib: Any = importlib.import_module("matplotlib")
     matplotlib.use("agg")
-    from matplotlib import pyplot
+    pyplot: Any = importlib.import_module("matplotlib.pyplot")
 
     panels = sorted({(row["next_n"], row["context"]) for row in rows})
     figure, axes = pyplot.subplots(
