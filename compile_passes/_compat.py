@@ -677,27 +677,30 @@ def size_decisions(gm: fx.GraphModule) -> list[tuple[Any, str, int, str]]:
     What torch's own kernels and shape functions assume is left out: it chooses how something is
     computed, not what. A place that is not known is empty and 0.
     """
-    for node in gm.graph.nodes:
-        mode = getattr(example_value(node), "fake_mode", None)
-        if mode is not None and mode.shape_env is not None:
-            env = mode.shape_env
-            return [
-                (env.replace(guard.expr), *_user_place(gm, str(guard.sloc.maybe_user_loc or "")))
-                for guard in env.guards
-                if _is_decision(guard.sloc.framework_loc)
-            ]
-    return []
+    env = _shape_env(gm)
+    if env is None:
+        return []
+    return [
+        (env.replace(guard.expr), *_user_place(gm, str(guard.sloc.maybe_user_loc or "")))
+        for guard in env.guards
+        if _is_decision(guard.sloc.framework_loc)
+    ]
 
 
 def size_equalities(gm: fx.GraphModule) -> list[Any]:
     """What a trace took for equal among sizes, as far as symbols were not made one by it."""
+    env = _shape_env(gm)
+    found = [] if env is None else [env.replace(guard.expr) for guard in env.guards]
+    return [guard for guard in found if guard.func.__name__ == "Equality"]
+
+
+def _shape_env(gm: fx.GraphModule) -> Any:
+    """What the trace of a graph knows of its sizes; ``None`` where it kept nothing."""
     for node in gm.graph.nodes:
         mode = getattr(example_value(node), "fake_mode", None)
         if mode is not None and mode.shape_env is not None:
-            env = mode.shape_env
-            found = [env.replace(guard.expr) for guard in env.guards]
-            return [guard for guard in found if guard.func.__name__ == "Equality"]
-    return []
+            return mode.shape_env
+    return None
 
 
 def _is_decision(frame: Any) -> bool:

@@ -84,7 +84,6 @@ class InputPlan:
         variant = self._variants.setdefault(key, Variant(self._given))
         if not variant.examined and sizes not in variant.undecided:
             self._examine(variant, bound, holding, sizes)
-        self.specs = {**self.specs, **variant.specs}
         return variant
 
     def _look(self, bound: inspect.BoundArguments) -> tuple[Any, list[str], Any]:
@@ -118,6 +117,7 @@ class InputPlan:
         if not variant.settled and (declared or inferred.decided):
             variant.settled = True
             variant.specs = inferred.inputs
+            self.specs = {**self.specs, **variant.specs}
             variant.pads = bool(variant.batched) and (declared or inferred.row_safe)
         if not inferred.decided:
             variant.undecided.add(sizes)

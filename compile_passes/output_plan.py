@@ -119,15 +119,17 @@ class OutputPlan:
         """Outputs of a padded batch, cut to the real one."""
         leaves, structure = _compat.tree_flatten(outputs)
         for place, cuts in enumerate(self.cuts):
-            if isinstance(leaves[place], Tensor):
-                # what the caller does to the object, unsqueeze_ say, stays with the caller
-                leaves[place] = leaves[place].detach()
+            leaf = leaves[place]
             for cut in cuts:
                 length = cut.length(requests, tokens)
-                if leaves[place].shape[cut.dim] != length:
-                    leaves[place] = leaves[place].narrow(cut.dim, 0, length)
+                if leaf.shape[cut.dim] != length:
+                    leaf = leaf.narrow(cut.dim, 0, length)
             if self.copied[place]:
-                leaves[place] = leaves[place].clone()
+                leaf = leaf.clone()
+            elif leaf is leaves[place] and isinstance(leaf, Tensor):
+                # what the caller does to the object, unsqueeze_ say, stays with the caller
+                leaf = leaf.detach()
+            leaves[place] = leaf
         return _compat.tree_unflatten(leaves, structure)
 
     def empty(self) -> Any | None:

@@ -98,10 +98,15 @@ def note(node: fx.Node, kind: Kind, found_by: str, reason: str, remedy: str = ""
     if findings is None:
         return
     file, line = user_frame(node)
-    code = linecache.getline(file, line).strip() if file else ""
+    code = source_line(file, line)
     finding = Finding(kind, found_by, name_of(node), file, line, code, reason, remedy)
     if finding not in findings:
         findings.append(finding)
+
+
+def source_line(file: str, line: int) -> str:
+    """The text of a line, stripped; empty where it or its file is not known."""
+    return linecache.getline(file, line).strip() if file else ""
 
 
 def name_of(node: fx.Node) -> str:

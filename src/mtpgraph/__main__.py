@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from ._version import __version__
 
@@ -17,57 +18,43 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="mtpgraph", description=__doc__)
     parser.add_argument("--version", action="version", version=f"mtpgraph {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    demo_parser = commands.add_parser(
+    _add(
+        commands,
         "demo",
-        help="decode real text with the example model, speculatively and one token at a time",
-        description="Decode real text with the example model three ways and compare the outputs. "
+        demo,
+        "decode real text with the example model, speculatively and one token at a time",
+        "Decode real text with the example model three ways and compare the outputs.\n"
         "Exit status 1 if they differ.",
     )
-    demo.add_arguments(demo_parser)
-    demo_parser.set_defaults(run=demo.run)
-    explain_parser = commands.add_parser(
+    _add(
+        commands,
         "explain",
-        help="say how a step of yours compiles, line by line",
-        description=explain.DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        explain,
+        "say how a step of yours compiles, line by line",
+        explain.DESCRIPTION,
     )
-    explain.add_arguments(explain_parser)
-    explain_parser.set_defaults(run=explain.run)
-    doctor_parser = commands.add_parser(
-        "doctor",
-        help="check the installation, and say which kernels will run",
-        description=doctor.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    doctor.add_arguments(doctor_parser)
-    doctor_parser.set_defaults(run=doctor.run)
+    _add(commands, "doctor", doctor, "check the installation, and say which kernels will run")
     bench_parser = commands.add_parser("bench", help="measure on a CUDA card")
     benches = bench_parser.add_subparsers(dest="bench", required=True)
-    step_parser = benches.add_parser(
-        "step",
-        help="a decode step of realistic shape, four ways",
-        description=bench_step.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    bench_step.add_arguments(step_parser)
-    step_parser.set_defaults(run=bench_step.run)
-    host_parser = benches.add_parser(
-        "host",
-        help="what a call of a compiled step costs the host",
-        description=bench_host.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    bench_host.add_arguments(host_parser)
-    host_parser.set_defaults(run=bench_host.run)
-    plot_parser = benches.add_parser(
-        "plot",
-        help="what was measured, as a table and a picture",
-        description=bench_plot.__doc__,
-    )
-    bench_plot.add_arguments(plot_parser)
-    plot_parser.set_defaults(run=bench_plot.run)
+    _add(benches, "step", bench_step, "a decode step of realistic shape, four ways")
+    _add(benches, "host", bench_host, "what a call of a compiled step costs the host")
+    _add(benches, "plot", bench_plot, "what was measured, as a table and a picture")
     args = parser.parse_args(argv)
     return args.run(args)
+
+
+def _add(
+    commands: Any, name: str, module: Any, summary: str, description: str | None = None
+) -> None:
+    """A command whose flags and work are a module's; described by its docstring if not here."""
+    parser = commands.add_parser(
+        name,
+        help=summary,
+        description=description or module.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    module.add_arguments(parser)
+    parser.set_defaults(run=module.run)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Graph breaks: where they are, what Dynamo says about them, and what to write instead."""
 
-import linecache
 import re
 
 from ..compile_passes._compat import user_frames
+from ..compile_passes.report import source_line
 from ..testing.remedies import of_break
 from .record import Break
 
@@ -45,5 +45,5 @@ def _describe(told: str, file: str, line: int) -> Break:
     kind, reason, remedy = of_break(own.strip())
     if _LOOP in told:
         reason += "; the break is in a loop, so the whole function runs without a graph"
-    code = linecache.getline(file, line).strip() if file else ""
+    code = source_line(file, line)
     return Break(file, line, code, reason.rstrip("."), remedy, bool(_SYNCS.search(kind)))

@@ -1,7 +1,6 @@
 """What a trace holds for: sizes and Python values that another call must share."""
 
 import inspect
-import linecache
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -11,6 +10,7 @@ from torch import Tensor, fx
 
 from ..compile_passes import _compat
 from ..compile_passes._nodes import overlap, storages, written
+from ..compile_passes.report import source_line
 from .record import Input, Recompile
 
 # containers that torch keeps the content of a module in
@@ -119,7 +119,7 @@ def read_recompiles(graph: fx.Graph, sources: Sources) -> list[Recompile]:
         file, line = frames[-1] if frames else ("", 0)
         name = shown(source) if is_argument else _LAYER.sub(".*.", shown(source))
         where = f"{file}:{line}" if file else ""
-        code = linecache.getline(file, line).strip()
+        code = source_line(file, line)
         kind = "value" if is_argument else "constant"
         found.append(Recompile(kind, name, _short(repr(value)), where, code))
     return list(dict.fromkeys(found))

@@ -9,7 +9,6 @@ import contextlib
 import copy
 import functools
 import inspect
-import linecache
 import random
 import re
 import sys
@@ -22,6 +21,7 @@ from torch import Tensor, fx, nn
 from ..compile_passes import PASSES, _compat
 from ..compile_passes.backend import build
 from ..compile_passes.options import Options
+from ..compile_passes.report import source_line
 from ..compile_passes.stats import Stats
 from ..compile_passes.step import CompiledStep
 from .breaks import first_break, read_break
@@ -105,7 +105,7 @@ def _step_error(error: Exception) -> StepError:
     stack = getattr(error, "real_stack", None)
     frames = _compat.user_frames("".join(stack.format())) if stack else []
     file, line = frames[-1] if frames else ("", 0)
-    code = linecache.getline(file, line).strip() if file else ""
+    code = source_line(file, line)
     at = f" at {file}:{line}, `{code}`" if file else ""
     said = f"{type(error).__name__}: {' '.join(str(error).split())}"
     if isinstance(error, _compat.FakeRunError) and (inner := _INNER.search(str(error))):

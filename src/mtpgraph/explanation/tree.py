@@ -1,10 +1,10 @@
 """The ops of a graph as the user's calls: lines, the calls they make, and repetitions in one."""
 
 import dataclasses
-import linecache
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ..compile_passes.report import source_line
 from .record import Op
 
 
@@ -30,7 +30,7 @@ class Line:
     @property
     def code(self) -> str:
         """The text of the line."""
-        return linecache.getline(self.file, self.line).strip() if self.file else ""
+        return source_line(self.file, self.line)
 
     @property
     def all_ops(self) -> list[Op]:

@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import dataclasses
-import linecache
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -43,7 +42,7 @@ class Problem:
     def at(cls, kind: str, place: tuple[str, int], reason: str, remedy: str) -> "Problem":
         """A problem at a file and line."""
         file, line = place
-        code = linecache.getline(file, line).strip() if file else ""
+        code = report.source_line(file, line)
         return cls(kind, file, line, code, reason, remedy)
 
     @classmethod

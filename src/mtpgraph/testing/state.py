@@ -226,11 +226,6 @@ def _put(container: Any, key: Any, value: Any) -> None:
         container[key] = value
 
 
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Equal dtype, shape and bytes: NaN equals the same NaN, -0.0 does not equal 0.0."""
-    return a.dtype == b.dtype and a.shape == b.shape and not bool(differs(a, b).any())
-
-
 def differs(a: Tensor, b: Tensor) -> Tensor:
     """Where the bits of two tensors of equal shape and dtype differ, bool of that shape."""
     if a.is_complex():
