@@ -28,6 +28,10 @@ fp8 queries are multiplied in fp8 where the card can and the head dim is a multi
 cores of compute capability 8.9 and 9.0 then keep about 13 bits behind the largest of 32 products.
 All other dots are of exact products in fp32: codes fit into fp16 and bf16, and an fp32 query is the
 sum of three bf16 numbers.
+
+Cards of compute capability 9.0 have a kernel of their own for the shapes of the large models:
+``_indexer_logits_hopper``. Which of the two runs depends on dtypes, sizes of the model and
+alignment, never on the batch.
 """
 
 import torch
@@ -35,6 +39,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import _indexer_logits_hopper
 from ._common import INTERPRETED, capability, num_sms
 from ._index_cache import decode_e4m3, load_blocks, load_codes, load_scales
 from ._runs import find_run, request_rows, tile_work
@@ -309,6 +314,12 @@ def score_keys(
     num_tokens, num_heads, head_dim = q.shape
     num_reqs = seq_lens.shape[0]
     if num_tokens == 0:
+        return
+    if not INTERPRETED and _indexer_logits_hopper.supports(q, weights, k_cache):
+        _indexer_logits_hopper.score_keys(
+            q, weights, k_cache, block_table, query_start_loc, seq_lens, max_seq_len, logits,
+            row_lens, min_keys,
+        )  # fmt: skip
         return
     block_size = k_cache.shape[1] // (head_dim + 4)
     whole = block_size >= 16 and block_size & (block_size - 1) == 0

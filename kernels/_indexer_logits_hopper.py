@@ -1,0 +1,614 @@
+"""``indexer_logits`` for compute capability 9.0 in Gluon: fp8, 32 or 64 heads of 128, blocks of 64.
+
+The layouts are those of ``indexer_logits``, as far as ``supports`` takes them.
+
+Grid (multiprocessors,), for as long as there is work: a program finds its run of tiles of 128 keys
+in the lengths, as there. Its warps have roles:
+
+    load     two warps: the queries and weights of a request, then the keys and scales of its tiles,
+             by block id, through the tensor memory accelerator into shared memory
+    score    three groups of four warps, each with every third tile in registers (operand A of the
+             tensor cores), against the queries of one row after the other (operand B)
+    fill     two warps: -inf behind the tiles of a request, and the rows of no request; or the
+             lengths of the rows
+
+A stage of shared memory always goes to the same group: a group that could find a stage after
+another had used it might take the keys before for its own, as barriers tell odd phases from even
+ones alone.
+
+Each row of a tile costs 128 cycles of the tensor cores and about 92 instructions a warp. While one
+half of the tile is weighed, the products of the other run: two accumulators take turns, over two
+rows at a time, as the compiler lets no product be under way across the end of a loop.
+"""
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ._common import capability, num_sms
+
+BLOCK = gl.constexpr(64)  # keys
+DIM = gl.constexpr(128)
+TILE = gl.constexpr(128)  # two blocks
+GROUPS = gl.constexpr(3)
+STAGES = gl.constexpr(6)  # of a tile each; a multiple of GROUPS
+LOAD_COST = gl.constexpr(2)  # what the keys of a tile cost, in rows
+COLUMNS = gl.constexpr(1024)  # that are filled at a time
+
+# Rows of a request that go together, and buffers for their queries: the next request's are loaded
+# ahead where two fit.
+FEW_ROWS, FEW_ROWS_SLOTS = 4, 2
+MAX_ROWS, MAX_ROWS_SLOTS = 8, 1
+# Registers: 128 a thread when the kernel starts, 512 threads. What loads gives up, score gets.
+MAX_REGISTERS, SCORE_REGISTERS, LOAD_REGISTERS = 128, 160, 32
+SMALL_BLOCK_REQUESTS, BLOCK_REQUESTS = 32, 256
+
+# renamed in Triton 3.7
+group_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
+
+
+@gluon.jit
+def request_rows(request, batch):
+    """As ``_runs.request_rows``: first row, end of its rows, sequence length, tiles to score."""
+    query_start_loc_ptr, query_start_loc_stride, seq_lens_ptr, seq_lens_stride = batch[:4]
+    num_tokens, num_reqs, max_seq_len, min_keys = batch[4:]
+    known = request < num_reqs
+    start_ptr = query_start_loc_ptr + request.to(gl.int64) * query_start_loc_stride
+    start = gl.load(start_ptr, mask=request <= num_reqs, other=0)
+    stop_ptr = gl.where(known, start_ptr + query_start_loc_stride, query_start_loc_ptr)
+    stop = gl.load(stop_ptr, mask=request != num_reqs, other=num_tokens)
+    start = gl.minimum(gl.maximum(start, 0), num_tokens)
+    stop = gl.minimum(gl.maximum(stop, 0), num_tokens)
+    seq_len_ptr = seq_lens_ptr + request.to(gl.int64) * seq_lens_stride
+    seq_len = gl.maximum(gl.load(seq_len_ptr, mask=known, other=0), 0)
+    keys = gl.minimum(seq_len, max_seq_len)
+    tiles = gl.where((stop > start) & (keys > min_keys), (keys + TILE - 1) // TILE, 0)
+    return start, stop, seq_len, tiles
+
+
+@gluon.jit
+def tile_work(start, stop):
+    return (gl.maximum(stop - start, 0) + LOAD_COST).to(gl.int64)
+
+
+@gluon.jit
+def add(a, b):
+    return a + b
+
+
+@gluon.jit
+def find_run(batch, REQUESTS: gl.constexpr):
+    """As ``_runs.find_run``: ``request, passed, begin, end``."""
+    num_reqs = batch[5]
+    LAYOUT: gl.constexpr = gl.BlockedLayout([max(REQUESTS // 128, 1)], [32], [4], [0])
+    block = gl.arange(0, REQUESTS, layout=LAYOUT)
+    start, stop, _, tiles = request_rows(block, batch)
+    first_work = tiles * tile_work(start, stop)
+    first_total = gl.sum(first_work, axis=0)
+    total = first_total
+    for first in range(REQUESTS, num_reqs, REQUESTS):
+        start, stop, _, tiles = request_rows(first + block, batch)
+        total += gl.sum(tiles * tile_work(start, stop), axis=0)
+    program = gl.program_id(0).to(gl.int64)
+    programs = gl.num_programs(0)
+    begin = total * program // programs
+    end = total * (program + 1) // programs
+
+    ends = gl.associative_scan(first_work, 0, add)
+    before = (ends <= begin) & (block < num_reqs)
+    request = gl.sum(before.to(gl.int32), axis=0)
+    passed = gl.max(gl.where(before, ends, 0), axis=0)
+    seen = first_total
+    for first in range(REQUESTS, num_reqs, REQUESTS):
+        start, stop, _, tiles = request_rows(first + block, batch)
+        work = tiles * tile_work(start, stop)
+        ends = seen + gl.associative_scan(work, 0, add)
+        before = (ends <= begin) & (first + block < num_reqs)
+        request += gl.sum(before.to(gl.int32), axis=0)
+        passed = gl.maximum(passed, gl.max(gl.where(before, ends, 0), axis=0))
+        seen += gl.sum(work, axis=0)
+    return request, passed, begin, end
+
+
+@gluon.jit
+def run_of(passed, begin, end, start, stop, tiles):
+    """First and last tile of a request that belong to a program, and the work up to its end.
+
+    A tile belongs to the program in whose run its work begins.
+    """
+    work = tile_work(start, stop)
+    first = gl.maximum((begin - passed + work - 1) // work, 0).to(gl.int32)
+    last = gl.minimum((end - passed + work - 1) // work, tiles.to(gl.int64)).to(gl.int32)
+    return first, last, passed + tiles * work
+
+
+@gluon.jit
+def load(batch, run, table, descs, smem, bars, ROWS: gl.constexpr, SLOTS: gl.constexpr,
+         HEADS: gl.constexpr):  # fmt: skip
+    request, passed, begin, end = run
+    num_reqs, max_seq_len = batch[5], batch[6]
+    block_table_ptr, table_request_stride, table_stride, num_blocks, block_rows = table
+    q_desc, weights_desc, codes_desc, scales_desc = descs
+    q_smem, weights_smem, codes_smem, scales_smem = smem
+    q_full, q_empty, keys_full, keys_empty = bars
+
+    ROW_BYTES: gl.constexpr = HEADS * (DIM + 4)
+    AHEAD: gl.constexpr = 32
+    lanes = gl.arange(0, AHEAD, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    stage = 0
+    phase = 1
+    slot = 0
+    slot_phase = 1
+    while (passed < end) & (request < num_reqs):
+        start, stop, seq_len, tiles = request_rows(request, batch)
+        first, last, passed = run_of(passed, begin, end, start, stop, tiles)
+        if last > first:
+            table_row = block_table_ptr + request.to(gl.int64) * table_request_stride
+            keys = gl.minimum(seq_len, max_seq_len)
+            last_column = gl.minimum(last * 2, (keys + BLOCK - 1) // BLOCK)
+            for row in range(start, stop, ROWS):
+                rows = gl.minimum(stop - row, ROWS)
+                columns = first * 2 + lanes
+                blocks = gl.load(
+                    table_row + columns.to(gl.int64) * table_stride,
+                    mask=columns < last_column, other=0,
+                )  # fmt: skip
+                mbarrier.wait(q_empty.index(slot), slot_phase)
+                for n in gl.static_range(1, ROWS + 1):
+                    mbarrier.expect(q_full.index(slot), n * ROW_BYTES, pred=rows == n)
+                for n in gl.static_range(ROWS):
+                    tma.async_copy_global_to_shared(
+                        q_desc, [(row + n) * HEADS, 0], q_full.index(slot),
+                        q_smem.index(slot * ROWS + n), pred=n < rows,
+                    )  # fmt: skip
+                    tma.async_copy_global_to_shared(
+                        weights_desc, [(row + n) * HEADS], q_full.index(slot),
+                        weights_smem.index(slot * ROWS + n), pred=n < rows,
+                    )  # fmt: skip
+                slot += 1
+                if slot == SLOTS:
+                    slot = 0
+                    slot_phase ^= 1
+                for chunk in range(first, last, AHEAD // 2):
+                    columns = chunk * 2 + AHEAD + lanes
+                    next_blocks = gl.load(
+                        table_row + columns.to(gl.int64) * table_stride,
+                        mask=columns < last_column, other=0,
+                    )  # fmt: skip
+                    # A block outside the pool is not read; its keys are masked.
+                    blocks = gl.where((blocks >= 0) & (blocks < num_blocks), blocks, 0)
+                    for i in range(0, gl.minimum(last - chunk, AHEAD // 2)):
+                        mbarrier.wait(keys_empty.index(stage), phase)
+                        mbarrier.expect(keys_full.index(stage), TILE * (DIM + 4))
+                        for half in gl.static_range(2):
+                            block = gl.max(gl.where(lanes == i * 2 + half, blocks, 0), axis=0)
+                            tma.async_copy_global_to_shared(
+                                codes_desc, [block * block_rows, 0], keys_full.index(stage),
+                                codes_smem.index(stage * 2 + half),
+                            )  # fmt: skip
+                            tma.async_copy_global_to_shared(
+                                scales_desc, [block, BLOCK * DIM // 4], keys_full.index(stage),
+                                scales_smem.index(stage * 2 + half),
+                            )  # fmt: skip
+                        stage += 1
+                        if stage == STAGES:
+                            stage = 0
+                            phase ^= 1
+                    blocks = next_blocks
+        request += 1
+
+
+@gluon.jit
+def load_blocks(table, request, tile, last, columns):
+    """The two blocks of a tile, one after the other."""
+    block_table_ptr, table_request_stride, table_stride = table[:3]
+    column = tile * 2
+    column_ptr = block_table_ptr + request.to(gl.int64) * table_request_stride
+    column_ptr += column.to(gl.int64) * table_stride
+    left = gl.load(column_ptr, mask=tile < last, other=0)
+    right_mask = (tile < last) & (column + 1 < columns)
+    right = gl.load(column_ptr + table_stride, mask=right_mask, other=0)
+    return left, right
+
+
+@gluon.jit
+def is_known(block, num_blocks):
+    return ((block >= 0) & (block < num_blocks)).to(gl.int32)
+
+
+@gluon.jit
+def multiply(codes, q):
+    """Begin ``codes @ q.T``: [64, HEADS]."""
+    HEADS: gl.constexpr = q.shape[0]
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 32])
+    zero = gl.full([BLOCK, HEADS], 0.0, gl.float32, layout=MMA)
+    return warpgroup_mma(codes, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def multiply_into(codes, q, dots, never):
+    """The same, in the registers of ``dots``: left to itself, the compiler takes new ones."""
+    return warpgroup_mma(codes, q.permute((1, 0)), dots, use_acc=never, is_async=True)
+
+
+@gluon.jit
+def by_lane(x):
+    """[64, HEADS] of an accumulator as [64, lane of its quad, what the lane holds]."""
+    HEADS: gl.constexpr = x.shape[1]
+    x = gl.permute(gl.reshape(x, [BLOCK, HEADS // 8, 4, 2]), (0, 2, 1, 3))
+    return gl.reshape(x, [BLOCK, 4, HEADS // 4])
+
+
+@gluon.jit
+def add_products(total, x, y):
+    """``total + (x * y).sum(-1)`` in registers, one product after the other."""
+    COUNT: gl.constexpr = x.shape[2]
+    HALF: gl.constexpr = COUNT // 2
+    x0, x1 = gl.split(gl.permute(gl.reshape(x, [BLOCK, 4, 2, HALF]), (0, 1, 3, 2)))
+    y0, y1 = gl.split(gl.permute(gl.reshape(y, [BLOCK, 4, 2, HALF]), (0, 1, 3, 2)))
+    if HALF == 1:
+        product = gl.reshape(x0, [BLOCK, 4]) * gl.reshape(y0, [BLOCK, 4])
+        total = product if total is None else total + product
+        return total + gl.reshape(x1, [BLOCK, 4]) * gl.reshape(y1, [BLOCK, 4])
+    else:  # noqa: RET505 - compiled for one of the two
+        return add_products(add_products(total, x0, y0), x1, y1)
+
+
+@gluon.jit
+def weigh(dots, weights):
+    """``2 * sum_h weights[h] * relu(dots[:, h])`` over the heads of each lane of a quad: [64, 4].
+
+    The double of a relu is a sum, which costs half of a maximum.
+    """
+    ones = gl.full(dots.shape, 1.0, gl.float32, layout=dots.type.layout)
+    return add_products(
+        None, by_lane(dots + gl.abs(dots)), by_lane(gl.expand_dims(weights, 0) * ones)
+    )
+
+
+@gluon.jit
+def swap(x, LANES: gl.constexpr):
+    """What the lane ``lane ^ LANES`` holds."""
+    ASM: gl.constexpr = (
+        "shfl.sync.bfly.b32 $0, $1, 2, 0x1f, 0xffffffff;"
+        if LANES == 2
+        else "shfl.sync.bfly.b32 $0, $1, 1, 0x1f, 0xffffffff;"
+    )
+    return gl.inline_asm_elementwise(ASM, "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def split_rows(x):
+    """Of [64, 4] the keys ``16 w + r`` and ``16 w + 8 + r``, one a thread each: [4, 8, 4]."""
+    return gl.split(gl.permute(gl.reshape(x, [4, 2, 8, 4]), (0, 2, 3, 1)))
+
+
+@gluon.jit
+def lanes_of(x):
+    """The lane in its quad, [1, 1, 4] in the layout of ``x`` [4, 8, 4]."""
+    LAYOUT: gl.constexpr = x.type.layout
+    lanes = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
+    return gl.expand_dims(gl.expand_dims(lanes, 0), 1)
+
+
+@gluon.jit
+def one_key_each(left, right):
+    """Of what all lanes of a quad hold, [64, 4] each, what is left to each thread: [4, 8, 4].
+
+    The lane ``2 half + upper`` of quad ``r`` of warp ``w`` has the key ``16 w + 8 upper + r`` of
+    that half of a tile.
+    """
+    left_lower, left_upper = split_rows(left)
+    right_lower, right_upper = split_rows(right)
+    lanes = lanes_of(left_lower)
+    upper = (lanes & 1) != 0
+    left = gl.where(upper, left_upper, left_lower)
+    return gl.where(lanes >= 2, gl.where(upper, right_upper, right_lower), left)
+
+
+@gluon.jit
+def sum_quads(left, right):
+    """Sums over the lanes of a quad, of which each thread is left with that of its key.
+
+    Three exchanges, where four sums on their own take eight.
+    """
+    left_lower, left_upper = split_rows(left)
+    right_lower, right_upper = split_rows(right)
+    lanes = lanes_of(left_lower)
+    second = lanes >= 2
+    lower = gl.where(second, right_lower, left_lower)
+    lower += swap(gl.where(second, left_lower, right_lower), 2)
+    upper = gl.where(second, right_upper, left_upper)
+    upper += swap(gl.where(second, left_upper, right_upper), 2)
+    odd = (lanes & 1) != 0
+    return gl.where(odd, upper, lower) + swap(gl.where(odd, lower, upper), 1)
+
+
+@gluon.jit
+def store_scores(left, right, scale, positions, last_position, out_ptr, mask):
+    scores = sum_quads(left, right) * scale
+    gl.store(out_ptr, gl.where(positions <= last_position, scores, float("-inf")), mask=mask)
+
+
+@gluon.jit
+def score(batch, run, table, logits, smem, bars, ROWS: gl.constexpr, SLOTS: gl.constexpr,
+          HEADS: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
+    request, passed, begin, end = run
+    num_reqs, max_seq_len = batch[5], batch[6]
+    num_blocks = table[3]
+    logits_ptr, logits_stride = logits
+    q_smem, weights_smem, codes_smem, scales_smem = smem
+    q_full, q_empty, keys_full, keys_empty = bars
+
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 32])
+    CODES: gl.constexpr = gl.DotOperandLayout(0, MMA, 4)
+    HEAD: gl.constexpr = gl.SliceLayout(0, MMA)
+    # no instructions: its layout is what is wanted
+    nothing = weigh(
+        gl.full([BLOCK, HEADS], 0.0, gl.float32, layout=MMA),
+        gl.full([HEADS], 0.0, gl.float32, layout=HEAD),
+    )
+    KEY: gl.constexpr = gl.SliceLayout(1, nothing.type.layout)
+    keys_of = gl.expand_dims(gl.arange(0, BLOCK, layout=KEY), 1) + nothing.to(gl.int32)
+    places = one_key_each(keys_of, keys_of + BLOCK)
+    second = lanes_of(places) >= 2
+
+    done = 0  # tiles of the program before this request
+    slot = 0
+    slot_phase = 0
+    while (passed < end) & (request < num_reqs):
+        start, stop, seq_len, tiles = request_rows(request, batch)
+        first, last, passed = run_of(passed, begin, end, start, stop, tiles)
+        if last > first:
+            columns = (gl.minimum(seq_len, max_seq_len) + BLOCK - 1) // BLOCK
+            for row in range(start, stop, ROWS):
+                rows = gl.minimum(stop - row, ROWS)
+                mine = first + (GROUP + GROUPS - done % GROUPS) % GROUPS
+                # A tile ahead; which blocks are outside the pool is all that is asked of them.
+                left_block, right_block = load_blocks(table, request, mine, last, columns)
+                mbarrier.wait(q_full.index(slot), slot_phase)
+                for tile in range(mine, last, GROUPS):
+                    index = done + (tile - first)
+                    stage = index % STAGES
+                    known = gl.where(
+                        second, is_known(right_block, num_blocks), is_known(left_block, num_blocks)
+                    )
+                    left_block, right_block = load_blocks(
+                        table, request, tile + GROUPS, last, columns
+                    )
+                    mbarrier.wait(keys_full.index(stage), (index // STAGES) & 1)
+                    left_scale = scales_smem.index(stage * 2).reshape([BLOCK]).load(KEY)
+                    right_scale = scales_smem.index(stage * 2 + 1).reshape([BLOCK]).load(KEY)
+                    scale = 0.5 * one_key_each(
+                        gl.expand_dims(left_scale, 1) + nothing,
+                        gl.expand_dims(right_scale, 1) + nothing,
+                    )
+                    left_codes = codes_smem.index(stage * 2).load(CODES)
+                    right_codes = codes_smem.index(stage * 2 + 1).load(CODES)
+                    mbarrier.arrive(keys_empty.index(stage), count=1)
+
+                    positions = tile * TILE + places
+                    last_position = gl.where(known != 0, row + (seq_len - stop), -1 - ROWS)
+                    out_ptr = logits_ptr + row.to(gl.int64) * logits_stride + positions
+                    mask = positions < max_seq_len
+                    box = slot * ROWS
+                    # Else the compiler puts one into each loop.
+                    group_barrier()
+                    for n in range(0, rows - 1, 2):
+                        q, next_q = q_smem.index(box + n), q_smem.index(box + n + 1)
+                        left = multiply(left_codes, q)
+                        right = multiply(right_codes, q)
+                        weights = weights_smem.index(box + n).load(HEAD)
+                        left = warpgroup_mma_wait(1, deps=[left])
+                        left_sum = weigh(left, weights)
+                        next_left = multiply_into(left_codes, next_q, left, rows < 0)
+                        right, left_sum = warpgroup_mma_wait(1, deps=[right, left_sum])
+                        right_sum = weigh(right, weights)
+                        next_right = multiply_into(right_codes, next_q, right, rows < 0)
+                        store_scores(
+                            left_sum, right_sum, scale, positions, last_position, out_ptr, mask
+                        )
+                        weights = weights_smem.index(box + n + 1).load(HEAD)
+                        next_left = warpgroup_mma_wait(1, deps=[next_left])
+                        left_sum = weigh(next_left, weights)
+                        next_right, left_sum = warpgroup_mma_wait(0, deps=[next_right, left_sum])
+                        right_sum = weigh(next_right, weights)
+                        out_ptr += logits_stride
+                        store_scores(
+                            left_sum, right_sum, scale, positions, last_position + 1, out_ptr, mask
+                        )
+                        out_ptr += logits_stride
+                        last_position += 2
+                    if rows % 2 != 0:
+                        q = q_smem.index(box + rows - 1)
+                        left = multiply(left_codes, q)
+                        right = multiply(right_codes, q)
+                        weights = weights_smem.index(box + rows - 1).load(HEAD)
+                        left = warpgroup_mma_wait(1, deps=[left])
+                        left_sum = weigh(left, weights)
+                        right, left_sum = warpgroup_mma_wait(0, deps=[right, left_sum])
+                        right_sum = weigh(right, weights)
+                        store_scores(
+                            left_sum, right_sum, scale, positions, last_position, out_ptr, mask
+                        )
+                mbarrier.arrive(q_empty.index(slot), count=1)
+                done += last - first
+                slot += 1
+                if slot == SLOTS:
+                    slot = 0
+                    slot_phase ^= 1
+        request += 1
+
+
+@gluon.jit
+def fill(batch, logits, row_lens_ptr):
+    """Columns behind the tiles, or the lengths of the rows."""
+    num_reqs, max_seq_len = batch[5], batch[6]
+    logits_ptr, logits_stride = logits
+    LAYOUT: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
+    WIDTH: gl.constexpr = 128 * gl.num_warps()
+    lanes = gl.arange(0, WIDTH, layout=LAYOUT)
+    nothing = gl.full([WIDTH], float("-inf"), gl.float32, layout=LAYOUT)
+    spans = (max_seq_len + COLUMNS - 1) // COLUMNS if row_lens_ptr is None else 1
+    for item in range(gl.program_id(0), (num_reqs + 2) * spans, gl.num_programs(0)):
+        start, stop, seq_len, tiles = request_rows(item % (num_reqs + 2), batch)
+        if row_lens_ptr is None:
+            span = item // (num_reqs + 2) * COLUMNS
+            begin = gl.maximum(span, tiles * TILE)
+            end = gl.minimum(span + COLUMNS, max_seq_len)
+            if begin < end:
+                for row in range(start, stop):
+                    row_ptr = logits_ptr + row.to(gl.int64) * logits_stride
+                    for column in range(begin // WIDTH * WIDTH, end, WIDTH):
+                        columns = column + lanes
+                        mask = (columns >= begin) & (columns < end)
+                        gl.store(row_ptr + columns, nothing, mask=mask)
+        else:
+            for first in range(start, stop, WIDTH):
+                rows = first + lanes
+                row_lens = gl.maximum(seq_len - stop + rows + 1, 0)
+                gl.store(row_lens_ptr + rows, row_lens, mask=rows < stop)
+
+
+# fmt: off
+@gluon.jit(do_not_specialize=["num_tokens", "num_reqs", "num_blocks", "min_keys"])
+def indexer_logits_hopper_kernel(
+    q_desc, weights_desc, codes_desc, scales_desc,
+    block_table_ptr, query_start_loc_ptr, seq_lens_ptr, logits_ptr, row_lens_ptr,
+    num_tokens, num_reqs, num_blocks, max_seq_len, min_keys,
+    block_rows, table_request_stride, table_stride, query_start_loc_stride, seq_lens_stride,
+    logits_stride,
+    HEADS: gl.constexpr, ROWS: gl.constexpr, SLOTS: gl.constexpr, REQUESTS: gl.constexpr,
+    SCORE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
+):
+    # fmt: on
+    q_smem = gl.allocate_shared_memory(q_desc.dtype, [SLOTS * ROWS, HEADS, DIM], q_desc.layout)
+    weights_smem = gl.allocate_shared_memory(
+        gl.float32, [SLOTS * ROWS, HEADS], weights_desc.layout
+    )
+    codes_smem = gl.allocate_shared_memory(
+        codes_desc.dtype, [STAGES * 2, BLOCK, DIM], codes_desc.layout
+    )
+    scales_smem = gl.allocate_shared_memory(
+        gl.float32, [STAGES * 2, 1, BLOCK], scales_desc.layout
+    )
+    q_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    keys_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    keys_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(SLOTS):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=GROUPS)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(keys_full.index(i), count=1)
+        mbarrier.init(keys_empty.index(i), count=1)
+
+    batch = (
+        query_start_loc_ptr, query_start_loc_stride, seq_lens_ptr, seq_lens_stride,
+        num_tokens, num_reqs, max_seq_len, min_keys,
+    )  # fmt: skip
+    run = find_run(batch, REQUESTS)
+    table = (block_table_ptr, table_request_stride, table_stride, num_blocks, block_rows)
+    logits = (logits_ptr, logits_stride)
+    descs = (q_desc, weights_desc, codes_desc, scales_desc)
+    smem = (q_smem, weights_smem, codes_smem, scales_smem)
+    bars = (q_full, q_empty, keys_full, keys_empty)
+    gl.warp_specialize(
+        [
+            (score, (batch, run, table, logits, smem, bars, ROWS, SLOTS, HEADS, 0)),
+            (score, (batch, run, table, logits, smem, bars, ROWS, SLOTS, HEADS, 1)),
+            (score, (batch, run, table, logits, smem, bars, ROWS, SLOTS, HEADS, 2)),
+            (load, (batch, run, table, descs, smem, bars, ROWS, SLOTS, HEADS)),
+            (fill, (batch, logits, row_lens_ptr)),
+        ],
+        [4, 4, 2, 2],
+        [SCORE_REGISTERS, SCORE_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS],
+    )
+
+
+def supports(q: Tensor, weights: Tensor, k_cache: Tensor) -> bool:
+    """Whether the kernel takes these; the portable one takes everything."""
+    num_tokens, num_heads, head_dim = q.shape
+    num_blocks, block_bytes = k_cache.shape
+    return (
+        q.dtype == torch.float8_e4m3fn
+        and capability(q.device) == 90
+        and num_heads in (32, 64)
+        and head_dim == DIM.value
+        and block_bytes == BLOCK.value * (DIM.value + 4)
+        and num_blocks > 0
+        and q.is_contiguous()
+        and weights.is_contiguous()
+        and k_cache.stride(1) == 1
+        # rows of 128 bytes, found by int32 numbers
+        and k_cache.stride(0) % DIM.value == 0
+        and num_blocks * (k_cache.stride(0) // DIM.value) < 2**31
+        and (num_tokens + MAX_ROWS) * num_heads < 2**31
+        and all(_is_aligned(tensor) for tensor in (q, weights, k_cache))
+    )
+
+
+def _is_aligned(tensor: Tensor) -> bool:
+    return tensor.device.type == "meta" or tensor.data_ptr() % 16 == 0
+
+
+def score_keys(
+    q: Tensor,
+    weights: Tensor,
+    k_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    max_seq_len: int,
+    logits: Tensor,
+    row_lens: Tensor | None,
+    min_keys: int,
+) -> None:
+    """As ``indexer_logits.score_keys``, for what ``supports`` takes."""
+    num_tokens, num_heads, _ = q.shape
+    num_reqs = seq_lens.shape[0]
+    few = num_tokens <= FEW_ROWS * num_reqs
+    indexer_logits_hopper_kernel[(num_sms(q.device),)](
+        *_descriptors(q, weights, k_cache),
+        block_table, query_start_loc, seq_lens, logits, row_lens,
+        num_tokens, num_reqs, k_cache.shape[0], max_seq_len, min_keys,
+        k_cache.stride(0) // DIM.value, *block_table.stride(), query_start_loc.stride(0),
+        seq_lens.stride(0), logits.stride(0),
+        HEADS=num_heads, ROWS=FEW_ROWS if few else MAX_ROWS,
+        SLOTS=FEW_ROWS_SLOTS if few else MAX_ROWS_SLOTS,
+        REQUESTS=SMALL_BLOCK_REQUESTS if num_reqs <= SMALL_BLOCK_REQUESTS else BLOCK_REQUESTS,
+        SCORE_REGISTERS=SCORE_REGISTERS, LOAD_REGISTERS=LOAD_REGISTERS,
+        num_warps=4, maxnreg=MAX_REGISTERS,
+    )  # fmt: skip
+
+
+def _descriptors(q: Tensor, weights: Tensor, k_cache: Tensor) -> tuple[TensorDescriptor, ...]:
+    """Of the queries, a row's heads at a time; the weights; the codes of a block; its scales."""
+    num_tokens, num_heads, dim = q.shape
+    num_blocks, block_bytes = k_cache.shape[0], k_cache.stride(0)
+    block, codes = BLOCK.value, gl.NVMMASharedLayout(128, 8, 2)
+    # All blocks as rows of one matrix; those of scales, and of what lies between blocks, are passed
+    # over.
+    num_rows = (num_blocks - 1) * (block_bytes // dim) + triton.cdiv(k_cache.shape[1], dim)
+    return (
+        TensorDescriptor(q, [num_tokens * num_heads, dim], [dim, 1], [num_heads, dim], codes),
+        TensorDescriptor(
+            weights, [num_tokens * num_heads], [1], [num_heads], gl.NVMMASharedLayout(0, 32, 1)
+        ),
+        TensorDescriptor(
+            k_cache.view(torch.float8_e4m3fn), [num_rows, dim], [dim, 1], [block, dim], codes
+        ),
+        TensorDescriptor(
+            k_cache.view(torch.float32), [num_blocks, k_cache.shape[1] // 4],
+            [block_bytes // 4, 1], [1, block], gl.NVMMASharedLayout(0, 32, 2),
+        ),
+    )  # fmt: skip

@@ -1,0 +1,299 @@
+"""The kernel for compute capability 9.0, which takes the shapes of the large models alone."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from mtpgraph import ops
+from mtpgraph.kernels import _indexer_logits_hopper as hopper
+from mtpgraph.kernels import indexer_logits
+from mtpgraph.kernels.indexer_logits import launch
+
+from ..helpers import BATCHES, assert_same_bits, random_case, strided_pool
+from ..ops.test_indexer_logits import Case, make_inputs
+from .gpu import assert_replays
+from .test_indexer_logits import (
+    FP8_ERROR,
+    assert_rows_equal_alone,
+    assert_scores,
+    card_inputs,
+)
+
+RAGGED = [1, 3, 2, 8, 0, 5, 4, 11, 6, 7]
+
+
+def shape(
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    num_heads: int = 64,
+    head_dim: int = 128,
+    block_size: int = 64,
+    pool: int = 1,
+) -> tuple[torch.Tensor, ...]:
+    block_bytes = block_size * (head_dim + 4)
+    k_cache = torch.empty(4, pool * block_bytes, dtype=torch.uint8, device="meta")
+    return (
+        torch.empty(3, num_heads, head_dim, dtype=dtype, device="meta"),
+        torch.empty(3, num_heads, device="meta"),
+        k_cache[:, :block_bytes],
+    )
+
+
+@pytest.fixture
+def hopper_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper, "capability", lambda device: 90)
+
+
+@pytest.mark.usefixtures("hopper_card")
+def test_the_shapes_of_large_models_are_taken() -> None:
+    assert hopper.supports(*shape())
+    assert hopper.supports(*shape(num_heads=32))
+    assert hopper.supports(*shape(pool=2))
+
+
+@pytest.mark.usefixtures("hopper_card")
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"dtype": torch.bfloat16},
+        {"num_heads": 16},
+        {"num_heads": 128},
+        {"head_dim": 64},
+        {"block_size": 32},
+        {"block_size": 128},
+    ],
+    ids=str,
+)
+def test_other_shapes_are_not(other: dict[str, Any]) -> None:
+    assert not hopper.supports(*shape(**other))
+
+
+@pytest.mark.usefixtures("hopper_card")
+def test_memory_that_the_copy_engine_cannot_address_is_not() -> None:
+    q, weights, k_cache = shape()
+    assert not hopper.supports(q[::2], weights[::2].contiguous(), k_cache)
+    assert not hopper.supports(q, weights.t().contiguous().t(), k_cache)
+    assert not hopper.supports(q, weights, k_cache[:0])
+    assert not hopper.supports(q, weights, k_cache.t().contiguous().t())
+    wide = torch.empty(4, 8448 + 64, dtype=torch.uint8, device="meta")
+    assert not hopper.supports(q, weights, wide[:, :8448])
+
+
+@pytest.mark.parametrize("card", [80, 89, 100, 120])
+def test_other_cards_do_not_take_it(card: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper, "capability", lambda device: card)
+    assert not hopper.supports(*shape())
+
+
+@pytest.fixture
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only where the kernel runs; and it has to be the one that runs."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the kernel is for compute capability 9.0")
+    taken = hopper.supports
+
+    def supports(*tensors: torch.Tensor) -> bool:
+        assert taken(*tensors)
+        return True
+
+    monkeypatch.setattr(hopper, "supports", supports)
+
+
+def small(case: Case, num_heads: int = 64) -> dict[str, Any]:
+    inputs, _, _ = make_inputs(
+        case,
+        dtype=torch.float8_e4m3fn,
+        num_heads=num_heads,
+        head_dim=128,
+        block_size=64,
+        device="cuda",
+    )
+    return inputs
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("num_heads", [32, 64])
+@pytest.mark.parametrize("case", BATCHES.values(), ids=BATCHES.keys())
+def test_hopper_logits_of_every_batch(case: Case, num_heads: int) -> None:
+    assert_scores(small(case, num_heads), FP8_ERROR)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("on_hopper")
+def test_hopper_logits_of_random_batches() -> None:
+    for _ in range(40):
+        assert_scores(small(random_case(40, 700)), FP8_ERROR)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("num_heads", [32, 64])
+@pytest.mark.parametrize(
+    ("query_lens", "longest"),
+    [([n] * 5, 9000) for n in range(1, 9)]
+    + [([1], 60_000), ([1, 2] * 300, 300), (RAGGED, 4000), ([70, 1, 33], 2000)],
+)
+def test_hopper_logits_equal_float64(query_lens: list[int], longest: int, num_heads: int) -> None:
+    assert_scores(card_inputs(query_lens, longest, num_heads=num_heads), FP8_ERROR)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("on_hopper")
+def test_hopper_logits_do_not_depend_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor on the number of programs, nor on how many rows go together."""
+    inputs = card_inputs(RAGGED, 3000)
+    assert_rows_equal_alone(inputs)
+    expected = launch(**inputs)
+    for _ in range(5):
+        assert_same_bits(launch(**inputs), expected)
+    for programs in (1, 3, 50):
+        monkeypatch.setattr(hopper, "num_sms", lambda device, count=programs: count)
+        assert_same_bits(launch(**inputs), expected)
+    monkeypatch.setattr(hopper, "FEW_ROWS_SLOTS", 1)
+    monkeypatch.setattr(hopper, "FEW_ROWS", 1)
+    monkeypatch.setattr(hopper, "MAX_ROWS", 3)
+    assert_same_bits(launch(**inputs), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("max_seq_len", [1, 63, 64, 65, 127, 129, 640, 1500])
+def test_hopper_logits_max_seq_len_cuts_and_widens(max_seq_len: int) -> None:
+    inputs = card_inputs(RAGGED, 1000)
+    blocks = torch.full((len(RAGGED), 8), -7, dtype=torch.int32, device="cuda")
+    inputs["block_table"] = torch.cat([inputs["block_table"], blocks], dim=1)
+    assert_scores(inputs | {"max_seq_len": max_seq_len}, FP8_ERROR)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("bad", [-1, 10**6, 2**31 - 1, -(2**31)])
+def test_hopper_logits_of_an_invalid_block(bad: int) -> None:
+    inputs = card_inputs(RAGGED, 1000)
+    for column in (0, 3, 15):
+        inputs["block_table"][0, column] = bad
+    inputs["block_table"][6] = bad
+    # what is read in their stead must not show
+    inputs["k_cache"][0] = 0xFF
+    inputs["block_table"][inputs["block_table"] == 0] = 1
+    assert_scores(inputs, FP8_ERROR)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("on_hopper")
+def test_hopper_logits_of_nan_keys_and_scales() -> None:
+    inputs = card_inputs(RAGGED, 1000)
+    block = int(inputs["block_table"][0, 2])
+    inputs["k_cache"][block, 5 * 128 + 7] = 0x7F
+    inputs["k_cache"][block, 8192 + 9 * 4 : 8192 + 10 * 4] = 0xFF
+    inputs["weights"][0] = 0
+    actual = launch(**inputs)
+    assert actual[0, 2 * 64 + 5].isnan()
+    assert actual[0, 2 * 64 + 9].isnan()
+    assert int(actual.isnan().sum()) == 2
+    assert_scores(inputs, FP8_ERROR)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("on_hopper")
+def test_hopper_logits_of_strided_inputs() -> None:
+    inputs = card_inputs(RAGGED, 1000)
+    expected = launch(**inputs)
+    pool = torch.full((inputs["k_cache"].shape[0], 3, 8448), 0xFF, dtype=torch.uint8, device="cuda")
+    pool[:, 1] = inputs["k_cache"]
+    strided = inputs | {
+        "k_cache": pool[:, 1],
+        "block_table": inputs["block_table"].t().contiguous().t(),
+        "query_start_loc": inputs["query_start_loc"].repeat_interleave(2)[::2],
+        "seq_lens": inputs["seq_lens"].repeat_interleave(2)[::2],
+    }
+    assert_same_bits(launch(**strided), expected)
+    assert strided_pool(inputs["k_cache"]).stride(0) % 128 == 0
+    assert_same_bits(launch(**inputs | {"k_cache": strided_pool(inputs["k_cache"])}), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize(
+    "starts", [[0, 5, 2, 9], [3, 4, 6, 7], [0, 0, 0, 0], [-2, 4, 300, 9], [9, 5, 2, 0]]
+)
+def test_hopper_logits_of_malformed_starts_stay_inside(starts: list[int]) -> None:
+    """As the portable kernel, where no row is of two requests."""
+    inputs = card_inputs([3, 3, 3], 500)
+    inputs["query_start_loc"] = torch.tensor(starts, dtype=torch.int32, device="cuda")
+    guarded = torch.full((11, 500), 7.0, device="cuda")
+    logits = guarded[1:10]
+    indexer_logits.score_keys(*inputs.values(), logits, None, 0)
+    torch.cuda.synchronize()
+    assert bool((guarded[0] == 7).all())
+    assert bool((guarded[10] == 7).all())
+    assert not bool((logits == 7).any())
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("length", [-1, -5, -(2**31)])
+def test_hopper_logits_of_a_negative_seq_len(length: int) -> None:
+    inputs = card_inputs([2, 3], 500)
+    inputs["seq_lens"][1] = length
+    actual = launch(**inputs)
+    assert bool((actual[2:] == float("-inf")).all())
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("on_hopper")
+def test_hopper_logits_replay() -> None:
+    query_lens = [[1, 3, 2, 8], [4, 4, 3, 3], [0, 14, 0, 0]]
+    inputs = [card_inputs(lens, 2000, seed=seed) for seed, lens in enumerate(query_lens)]
+    assert_replays(ops.indexer_logits, inputs)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("topk", [64, 512, 2048])
+def test_hopper_select_equals_logits_and_topk(topk: int) -> None:
+    inputs = card_inputs(RAGGED, 3000)
+    starts, lens = inputs["query_start_loc"].tolist(), inputs["seq_lens"].tolist()
+    row_lens = [
+        max(0, lens[r] - starts[r + 1] + token + 1)
+        for r in range(len(lens))
+        for token in range(starts[r], starts[r + 1])
+    ]
+    expected = ops.indexer_topk(
+        ops.indexer_logits(**inputs), torch.tensor(row_lens, device="cuda").int(), topk
+    )
+    assert torch.equal(ops.indexer_select(**inputs, topk=topk), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("on_hopper")
+def test_hopper_logits_past_2_31_bytes() -> None:
+    """A block far behind, and logits of more than 2**31 elements."""
+    inputs = card_inputs([2], 200)
+    expected = launch(**inputs)
+    huge = torch.empty(2**31 // 8448 + 4, 8448, dtype=torch.uint8, device="cuda")
+    table = inputs["block_table"].long() + huge.shape[0] - 4
+    huge[table[0]] = inputs["k_cache"][inputs["block_table"][0].long()]
+    far = inputs | {"k_cache": huge, "block_table": table.int()}
+    assert_same_bits(launch(**far), expected)
+
+    many = card_inputs([1] * 2200, 130)
+    short = launch(**many)
+    many["block_table"] = torch.nn.functional.pad(many["block_table"], (0, 2**20 // 64))
+    wide = launch(**many | {"max_seq_len": 2**20})
+    assert_same_bits(wide[:, :130].contiguous(), short)
+    assert bool((wide[-1, 130:] == float("-inf")).all())
+    assert bool((wide[1100, 130:] == float("-inf")).all())
+
+
+@pytest.mark.gpu
+def test_the_portable_kernel_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It still serves whatever the other does not take."""
+    monkeypatch.setattr(hopper, "supports", lambda *tensors: False)
+    inputs = card_inputs([5, 8, 6, 1, 7, 11], 900)
+    expected = launch(**inputs)
+    assert_scores(inputs, FP8_ERROR)
+    monkeypatch.setattr(indexer_logits, "L2_BYTES", 0)
+    assert_same_bits(launch(**inputs), expected)
+    assert_rows_equal_alone(card_inputs([1, 4, 0, 7, 2], 700))
