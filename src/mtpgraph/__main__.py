@@ -11,7 +11,7 @@ from ._version import __version__
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     # the commands need more than the package does; their flags alone must not
-    from . import bench_host, bench_plot, bench_step, doctor
+    from . import bench_host, bench_indexer, bench_plot, bench_step, doctor
     from .example import demo
     from .explanation import command as explain
 
@@ -38,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     benches = bench_parser.add_subparsers(dest="bench", required=True)
     _add(benches, "step", bench_step, "a decode step of realistic shape, four ways")
     _add(benches, "host", bench_host, "what a call of a compiled step costs the host")
+    _add(benches, "indexer", bench_indexer, "the indexer and its attention, beside their peers")
     _add(benches, "plot", bench_plot, "what was measured, as a table and a picture")
     args = parser.parse_args(argv)
     return args.run(args)

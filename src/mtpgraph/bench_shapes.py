@@ -1,0 +1,189 @@
+"""Shapes of ``mtpgraph bench indexer``, and the least that each must move and compute.
+
+Bytes count every input read once and every output written once, whatever a kernel does. A floor is
+the larger of two times, bytes over the rate of a copy and operations over the rate of a matrix
+product, both as measured on the card: the time of no launch is in it.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+TOPK = 2048
+BLOCK_SIZE = 64
+# A key of the index cache is a byte a dim and an fp32 scale; a query head is the same and a weight.
+KEY_EXTRA = 4
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What the card was measured to do, per second; a copy counts bytes read and written."""
+
+    copy_bytes: float
+    fp8_flops: float
+    bf16_flops: float
+
+
+@dataclass(frozen=True)
+class Logits:
+    """Requests of one context length; ``pattern`` of query lengths is repeated over them."""
+
+    num_reqs: int
+    context: int
+    pattern: tuple[int, ...]
+    num_heads: int = 64
+    head_dim: int = 128
+
+    what = "logits"
+
+    @property
+    def name(self) -> str:
+        return f"{self.num_reqs}x{_short(self.context)}-n{_lens(self.pattern)}"
+
+    @property
+    def query_lens(self) -> list[int]:
+        return list(itertools.islice(itertools.cycle(self.pattern), self.num_reqs))
+
+    @property
+    def next_n(self) -> int | None:
+        """The query length of every request, None where they differ."""
+        return self.pattern[0] if len(set(self.pattern)) == 1 else None
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.query_lens)
+
+    @property
+    def input_bytes(self) -> int:
+        """Keys, queries and weights."""
+        rows = self.num_reqs * self.context + self.num_tokens * self.num_heads
+        return (self.head_dim + KEY_EXTRA) * rows
+
+    @property
+    def bytes(self) -> int:
+        return self.input_bytes + 4 * self.num_tokens * self.context
+
+    @property
+    def flops(self) -> int:
+        # token j of n sees context - n + j + 1 keys
+        scores = sum(n * self.context - n * (n - 1) // 2 for n in self.query_lens)
+        return 2 * self.head_dim * self.num_heads * scores
+
+    def floor_us(self, ceilings: Ceilings) -> float:
+        return _floor_us(self.bytes, self.flops, ceilings.copy_bytes, ceilings.fp8_flops)
+
+
+@dataclass(frozen=True)
+class Select(Logits):
+    """Logits and top-k; the logits themselves need not leave the chip."""
+
+    topk: int = TOPK
+
+    what = "select"
+
+    @property
+    def bytes(self) -> int:
+        return self.input_bytes + 4 * self.num_tokens * self.topk
+
+
+@dataclass(frozen=True)
+class TopK:
+    """The ``topk`` largest of each fp32 row."""
+
+    num_rows: int
+    width: int
+    topk: int = TOPK
+
+    what = "topk"
+
+    @property
+    def name(self) -> str:
+        return f"{self.num_rows}x{_short(self.width)}-k{self.topk}"
+
+    @property
+    def bytes(self) -> int:
+        return 4 * self.num_rows * (self.width + self.topk)
+
+    @property
+    def flops(self) -> int:
+        return 0
+
+    def floor_us(self, ceilings: Ceilings) -> float:
+        return _floor_us(self.bytes, 0, ceilings.copy_bytes, 1)
+
+
+@dataclass(frozen=True)
+class Mla:
+    """Latent attention of ``num_rows`` requests, one token each, to ``topk`` keys in bf16."""
+
+    num_rows: int
+    num_heads: int
+    topk: int = TOPK
+    latent: int = 512
+    rope: int = 64
+
+    what = "mla"
+
+    @property
+    def name(self) -> str:
+        return f"{self.num_rows}x{self.num_heads}h"
+
+    @property
+    def context(self) -> int:
+        """Keys per request: a cache of two million tokens holds all of them."""
+        return min(1 << 15, (1 << 21) // self.num_rows)
+
+    @property
+    def bytes(self) -> int:
+        keys = 2 * self.topk * (self.latent + self.rope) + 4 * self.topk
+        queries = self.num_heads * (2 * (self.latent + self.rope) + 2 * self.latent + 4)
+        return self.num_rows * (keys + queries)
+
+    @property
+    def flops(self) -> int:
+        per_key = 2 * (self.latent + self.rope) + 2 * self.latent
+        return self.num_rows * self.num_heads * self.topk * per_key
+
+    def floor_us(self, ceilings: Ceilings) -> float:
+        return _floor_us(self.bytes, self.flops, ceilings.copy_bytes, ceilings.bf16_flops)
+
+
+Shape = Logits | Select | TopK | Mla
+
+_BATCHES = ((1, 131072), (8, 32768), (64, 8192), (64, 32768), (256, 4096), (64, 131072))
+_QUERIES = ((1,), (2,), (3,), (4,), (8,), (1, 4, 2, 3))
+_ROWS = (
+    *((1, 8192), (1, 131072), (1, 1 << 20), (4, 131072), (8, 32768), (32, 32768), (64, 8192)),
+    *((64, 32768), (128, 32768), (256, 4096), (256, 32768), (256, 131072)),
+)
+SHAPES: dict[str, list[Shape]] = {
+    "logits": [
+        Logits(*batch, queries)
+        for batch in _BATCHES
+        for queries in _QUERIES
+        if len(queries) <= batch[0]
+    ],
+    "topk": [*(TopK(*rows) for rows in _ROWS), TopK(256, 131072, 512)],
+    "select": [
+        Select(*_BATCHES[i], queries)
+        for i in (0, 1, 3, 4)  # one context a batch size
+        for queries in _QUERIES
+        if len(queries) <= _BATCHES[i][0]
+    ],
+    "mla": [Mla(rows, heads) for rows in (1, 8, 64, 256) for heads in (16, 64, 128)],
+}
+
+
+def _short(count: int) -> str:
+    for unit, size in (("M", 1 << 20), ("K", 1 << 10)):
+        if count >= size and count % size == 0:
+            return f"{count // size}{unit}"
+    return str(count)
+
+
+def _lens(pattern: Sequence[int]) -> str:
+    return str(pattern[0]) if len(set(pattern)) == 1 else f"{min(pattern)}-{max(pattern)}"
+
+
+def _floor_us(num_bytes: int, flops: int, copy_bytes: float, flops_per_s: float) -> float:
+    return max(num_bytes / copy_bytes, flops / flops_per_s) * 1e6
