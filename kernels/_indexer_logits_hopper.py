@@ -18,7 +18,9 @@ ones alone.
 
 Each row of a tile costs 128 cycles of the tensor cores and about 92 instructions a warp. While one
 half of the tile is weighed, the products of the other run: two accumulators take turns, over two
-rows at a time, as the compiler lets no product be under way across the end of a loop.
+rows at a time, as the compiler lets no product be under way across the end of a loop. A relu is
+doubled, and the scale halved: a sum above 2**127 overflows, and one of products that are all zero
+may be -0.0.
 """
 
 import torch
@@ -27,6 +29,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -40,7 +43,7 @@ BLOCK = gl.constexpr(64)  # keys
 DIM = gl.constexpr(128)
 TILE = gl.constexpr(128)  # two blocks
 GROUPS = gl.constexpr(3)
-STAGES = gl.constexpr(6)  # of a tile each; a multiple of GROUPS
+STAGES = gl.constexpr(6)  # of a tile each, two for each group
 LOAD_COST = gl.constexpr(2)  # what the keys of a tile cost, in rows
 COLUMNS = gl.constexpr(1024)  # that are filled at a time
 
@@ -50,7 +53,9 @@ FEW_ROWS, FEW_ROWS_SLOTS = 4, 2
 MAX_ROWS, MAX_ROWS_SLOTS = 8, 1
 # Registers: 128 a thread when the kernel starts, 512 threads. What loads gives up, score gets.
 MAX_REGISTERS, SCORE_REGISTERS, LOAD_REGISTERS = 128, 160, 32
-SMALL_BLOCK_REQUESTS, BLOCK_REQUESTS = 32, 256
+BLOCK_REQUESTS = 256
+# As few requests have too few tiles for the next queries to be loaded ahead of.
+MIN_REQUESTS_AHEAD = 33
 
 # renamed in Triton 3.7
 group_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
@@ -89,7 +94,7 @@ def add(a, b):
 def find_run(batch, REQUESTS: gl.constexpr):
     """As ``_runs.find_run``: ``request, passed, begin, end``."""
     num_reqs = batch[5]
-    LAYOUT: gl.constexpr = gl.BlockedLayout([max(REQUESTS // 128, 1)], [32], [4], [0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([REQUESTS // 128], [32], [4], [0])
     block = gl.arange(0, REQUESTS, layout=LAYOUT)
     start, stop, _, tiles = request_rows(block, batch)
     first_work = tiles * tile_work(start, stop)
@@ -132,12 +137,12 @@ def run_of(passed, begin, end, start, stop, tiles):
 
 
 @gluon.jit
-def load(batch, run, table, descs, smem, bars, ROWS: gl.constexpr, SLOTS: gl.constexpr,
+def load(batch, run, table, sources, smem, bars, ROWS: gl.constexpr, SLOTS: gl.constexpr,
          HEADS: gl.constexpr):  # fmt: skip
     request, passed, begin, end = run
     num_reqs, max_seq_len = batch[5], batch[6]
     block_table_ptr, table_request_stride, table_stride, num_blocks, block_rows = table
-    q_desc, weights_desc, codes_desc, scales_desc = descs
+    q_desc, weights_desc, codes_desc, scales_desc = sources
     q_smem, weights_smem, codes_smem, scales_smem = smem
     q_full, q_empty, keys_full, keys_empty = bars
 
@@ -197,7 +202,7 @@ def load(batch, run, table, descs, smem, bars, ROWS: gl.constexpr, SLOTS: gl.con
                             )  # fmt: skip
                             tma.async_copy_global_to_shared(
                                 scales_desc, [block, BLOCK * DIM // 4], keys_full.index(stage),
-                                scales_smem.index(stage * 2 + half),
+                                scales_smem.index(stage).slice(half, 1),
                             )  # fmt: skip
                         stage += 1
                         if stage == STAGES:
@@ -205,24 +210,6 @@ def load(batch, run, table, descs, smem, bars, ROWS: gl.constexpr, SLOTS: gl.con
                             phase ^= 1
                     blocks = next_blocks
         request += 1
-
-
-@gluon.jit
-def load_blocks(table, request, tile, last, columns):
-    """The two blocks of a tile, one after the other."""
-    block_table_ptr, table_request_stride, table_stride = table[:3]
-    column = tile * 2
-    column_ptr = block_table_ptr + request.to(gl.int64) * table_request_stride
-    column_ptr += column.to(gl.int64) * table_stride
-    left = gl.load(column_ptr, mask=tile < last, other=0)
-    right_mask = (tile < last) & (column + 1 < columns)
-    right = gl.load(column_ptr + table_stride, mask=right_mask, other=0)
-    return left, right
-
-
-@gluon.jit
-def is_known(block, num_blocks):
-    return ((block >= 0) & (block < num_blocks)).to(gl.int32)
 
 
 @gluon.jit
@@ -250,15 +237,19 @@ def by_lane(x):
 
 @gluon.jit
 def add_products(total, x, y):
-    """``total + (x * y).sum(-1)`` in registers, one product after the other."""
+    """``total + (x * y).sum(-1)`` in registers, one product after the other.
+
+    Fused by hand, so that every copy of the code rounds alike.
+    """
     COUNT: gl.constexpr = x.shape[2]
     HALF: gl.constexpr = COUNT // 2
     x0, x1 = gl.split(gl.permute(gl.reshape(x, [BLOCK, 4, 2, HALF]), (0, 1, 3, 2)))
     y0, y1 = gl.split(gl.permute(gl.reshape(y, [BLOCK, 4, 2, HALF]), (0, 1, 3, 2)))
     if HALF == 1:
-        product = gl.reshape(x0, [BLOCK, 4]) * gl.reshape(y0, [BLOCK, 4])
-        total = product if total is None else total + product
-        return total + gl.reshape(x1, [BLOCK, 4]) * gl.reshape(y1, [BLOCK, 4])
+        x0, y0 = gl.reshape(x0, [BLOCK, 4]), gl.reshape(y0, [BLOCK, 4])
+        x1, y1 = gl.reshape(x1, [BLOCK, 4]), gl.reshape(y1, [BLOCK, 4])
+        total = x0 * y0 if total is None else gl.fma(x0, y0, total)
+        return gl.fma(x1, y1, total)
     else:  # noqa: RET505 - compiled for one of the two
         return add_products(add_products(total, x0, y0), x1, y1)
 
@@ -293,44 +284,25 @@ def split_rows(x):
 
 
 @gluon.jit
-def lanes_of(x):
-    """The lane in its quad, [1, 1, 4] in the layout of ``x`` [4, 8, 4]."""
-    LAYOUT: gl.constexpr = x.type.layout
-    lanes = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
-    return gl.expand_dims(gl.expand_dims(lanes, 0), 1)
-
-
-@gluon.jit
-def one_key_each(left, right):
-    """Of what all lanes of a quad hold, [64, 4] each, what is left to each thread: [4, 8, 4].
-
-    The lane ``2 half + upper`` of quad ``r`` of warp ``w`` has the key ``16 w + 8 upper + r`` of
-    that half of a tile.
-    """
-    left_lower, left_upper = split_rows(left)
-    right_lower, right_upper = split_rows(right)
-    lanes = lanes_of(left_lower)
-    upper = (lanes & 1) != 0
-    left = gl.where(upper, left_upper, left_lower)
-    return gl.where(lanes >= 2, gl.where(upper, right_upper, right_lower), left)
-
-
-@gluon.jit
 def sum_quads(left, right):
-    """Sums over the lanes of a quad, of which each thread is left with that of its key.
+    """Sums over the lanes of a quad, of which each thread is left with that of one key: [128].
 
-    Three exchanges, where four sums on their own take eight.
+    The lane ``2 half + upper`` of quad ``r`` of warp ``w`` has the key ``64 half + 16 w + 8 upper +
+    r``: three exchanges, where four sums on their own take eight.
     """
     left_lower, left_upper = split_rows(left)
     right_lower, right_upper = split_rows(right)
-    lanes = lanes_of(left_lower)
+    LAYOUT: gl.constexpr = left_lower.type.layout
+    lanes = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
+    lanes = gl.expand_dims(gl.expand_dims(lanes, 0), 1)
     second = lanes >= 2
     lower = gl.where(second, right_lower, left_lower)
     lower += swap(gl.where(second, left_lower, right_lower), 2)
     upper = gl.where(second, right_upper, left_upper)
     upper += swap(gl.where(second, left_upper, right_upper), 2)
     odd = (lanes & 1) != 0
-    return gl.where(odd, upper, lower) + swap(gl.where(odd, lower, upper), 1)
+    sums = gl.where(odd, upper, lower) + swap(gl.where(odd, lower, upper), 1)
+    return gl.reshape(gl.permute(gl.reshape(sums, [4, 8, 2, 2]), (2, 0, 3, 1)), [TILE])
 
 
 @gluon.jit
@@ -344,7 +316,7 @@ def score(batch, run, table, logits, smem, bars, ROWS: gl.constexpr, SLOTS: gl.c
           HEADS: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
     request, passed, begin, end = run
     num_reqs, max_seq_len = batch[5], batch[6]
-    num_blocks = table[3]
+    block_table_ptr, table_request_stride, table_stride, num_blocks = table[:4]
     logits_ptr, logits_stride = logits
     q_smem, weights_smem, codes_smem, scales_smem = smem
     q_full, q_empty, keys_full, keys_empty = bars
@@ -357,12 +329,13 @@ def score(batch, run, table, logits, smem, bars, ROWS: gl.constexpr, SLOTS: gl.c
         gl.full([BLOCK, HEADS], 0.0, gl.float32, layout=MMA),
         gl.full([HEADS], 0.0, gl.float32, layout=HEAD),
     )
-    KEY: gl.constexpr = gl.SliceLayout(1, nothing.type.layout)
-    keys_of = gl.expand_dims(gl.arange(0, BLOCK, layout=KEY), 1) + nothing.to(gl.int32)
-    places = one_key_each(keys_of, keys_of + BLOCK)
-    second = lanes_of(places) >= 2
+    KEY: gl.constexpr = sum_quads(nothing, nothing).type.layout
+    keys = gl.arange(0, TILE, layout=KEY)
+    half = keys // BLOCK
 
-    done = 0  # tiles of the program before this request
+    gl.static_assert(STAGES == 2 * GROUPS)
+    done = 0  # tiles of the program before these rows
+    count = 0  # tiles of the group
     slot = 0
     slot_phase = 0
     while (passed < end) & (request < num_reqs):
@@ -370,35 +343,38 @@ def score(batch, run, table, logits, smem, bars, ROWS: gl.constexpr, SLOTS: gl.c
         first, last, passed = run_of(passed, begin, end, start, stop, tiles)
         if last > first:
             columns = (gl.minimum(seq_len, max_seq_len) + BLOCK - 1) // BLOCK
+            columns = gl.minimum(columns, last * 2) - half
+            table_row = block_table_ptr + request.to(gl.int64) * table_request_stride
+            table_row = table_row + half.to(gl.int64) * table_stride
             for row in range(start, stop, ROWS):
                 rows = gl.minimum(stop - row, ROWS)
                 mine = first + (GROUP + GROUPS - done % GROUPS) % GROUPS
-                # A tile ahead; which blocks are outside the pool is all that is asked of them.
-                left_block, right_block = load_blocks(table, request, mine, last, columns)
+                row_ptr = logits_ptr + row.to(gl.int64) * logits_stride + keys
+                # A tile ahead; whether a block is outside the pool is all that is asked of it.
+                block = gl.load(
+                    table_row + (mine * 2).to(gl.int64) * table_stride,
+                    mask=mine * 2 < columns, other=-1,
+                )  # fmt: skip
                 mbarrier.wait(q_full.index(slot), slot_phase)
                 for tile in range(mine, last, GROUPS):
-                    index = done + (tile - first)
-                    stage = index % STAGES
-                    known = gl.where(
-                        second, is_known(right_block, num_blocks), is_known(left_block, num_blocks)
-                    )
-                    left_block, right_block = load_blocks(
-                        table, request, tile + GROUPS, last, columns
-                    )
-                    mbarrier.wait(keys_full.index(stage), (index // STAGES) & 1)
-                    left_scale = scales_smem.index(stage * 2).reshape([BLOCK]).load(KEY)
-                    right_scale = scales_smem.index(stage * 2 + 1).reshape([BLOCK]).load(KEY)
-                    scale = 0.5 * one_key_each(
-                        gl.expand_dims(left_scale, 1) + nothing,
-                        gl.expand_dims(right_scale, 1) + nothing,
-                    )
+                    stage = GROUP + GROUPS * (count & 1)
+                    known = (block >= 0) & (block < num_blocks)
+                    # The last position that the row sees; none of an unknown block.
+                    last_position = gl.where(known, row + (seq_len - stop), -1 - ROWS)
+                    column = (tile + GROUPS) * 2
+                    block = gl.load(
+                        table_row + column.to(gl.int64) * table_stride,
+                        mask=column < columns, other=-1,
+                    )  # fmt: skip
+                    mbarrier.wait(keys_full.index(stage), (count >> 1) & 1)
+                    count += 1
+                    scale = scales_smem.index(stage).reshape([TILE]).load(KEY) * 0.5
                     left_codes = codes_smem.index(stage * 2).load(CODES)
                     right_codes = codes_smem.index(stage * 2 + 1).load(CODES)
                     mbarrier.arrive(keys_empty.index(stage), count=1)
 
-                    positions = tile * TILE + places
-                    last_position = gl.where(known != 0, row + (seq_len - stop), -1 - ROWS)
-                    out_ptr = logits_ptr + row.to(gl.int64) * logits_stride + positions
+                    positions = tile * TILE + keys
+                    out_ptr = row_ptr + tile * TILE
                     mask = positions < max_seq_len
                     box = slot * ROWS
                     # Else the compiler puts one into each loop.
@@ -498,9 +474,7 @@ def indexer_logits_hopper_kernel(
     codes_smem = gl.allocate_shared_memory(
         codes_desc.dtype, [STAGES * 2, BLOCK, DIM], codes_desc.layout
     )
-    scales_smem = gl.allocate_shared_memory(
-        gl.float32, [STAGES * 2, 1, BLOCK], scales_desc.layout
-    )
+    scales_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 2, BLOCK], scales_desc.layout)
     q_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     keys_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -511,6 +485,7 @@ def indexer_logits_hopper_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(keys_full.index(i), count=1)
         mbarrier.init(keys_empty.index(i), count=1)
+    fence_async_shared()
 
     batch = (
         query_start_loc_ptr, query_start_loc_stride, seq_lens_ptr, seq_lens_stride,
@@ -519,7 +494,7 @@ def indexer_logits_hopper_kernel(
     run = find_run(batch, REQUESTS)
     table = (block_table_ptr, table_request_stride, table_stride, num_blocks, block_rows)
     logits = (logits_ptr, logits_stride)
-    descs = (q_desc, weights_desc, codes_desc, scales_desc)
+    sources = (q_desc, weights_desc, codes_desc, scales_desc)
     smem = (q_smem, weights_smem, codes_smem, scales_smem)
     bars = (q_full, q_empty, keys_full, keys_empty)
     gl.warp_specialize(
@@ -527,7 +502,7 @@ def indexer_logits_hopper_kernel(
             (score, (batch, run, table, logits, smem, bars, ROWS, SLOTS, HEADS, 0)),
             (score, (batch, run, table, logits, smem, bars, ROWS, SLOTS, HEADS, 1)),
             (score, (batch, run, table, logits, smem, bars, ROWS, SLOTS, HEADS, 2)),
-            (load, (batch, run, table, descs, smem, bars, ROWS, SLOTS, HEADS)),
+            (load, (batch, run, table, sources, smem, bars, ROWS, SLOTS, HEADS)),
             (fill, (batch, logits, row_lens_ptr)),
         ],
         [4, 4, 2, 2],
@@ -535,8 +510,19 @@ def indexer_logits_hopper_kernel(
     )
 
 
-def supports(q: Tensor, weights: Tensor, k_cache: Tensor) -> bool:
-    """Whether the kernel takes these; the portable one takes everything."""
+def supports(
+    q: Tensor,
+    weights: Tensor,
+    k_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+) -> bool:
+    """Whether the kernel takes these; the portable one takes everything.
+
+    Strides are compared, as torch calls a tensor of one token contiguous whatever its strides: the
+    choice must not depend on the batch.
+    """
     num_tokens, num_heads, head_dim = q.shape
     num_blocks, block_bytes = k_cache.shape
     return (
@@ -546,12 +532,12 @@ def supports(q: Tensor, weights: Tensor, k_cache: Tensor) -> bool:
         and head_dim == DIM.value
         and block_bytes == BLOCK.value * (DIM.value + 4)
         and num_blocks > 0
-        and q.is_contiguous()
-        and weights.is_contiguous()
-        and k_cache.stride(1) == 1
-        # rows of 128 bytes, found by int32 numbers
-        and k_cache.stride(0) % DIM.value == 0
-        and num_blocks * (k_cache.stride(0) // DIM.value) < 2**31
+        and q.stride() == (num_heads * head_dim, head_dim, 1)
+        and weights.stride() == (num_heads, 1)
+        and k_cache.stride() == (block_bytes, 1)
+        and (block_table.stride(1), query_start_loc.stride(0), seq_lens.stride(0)) == (1, 1, 1)
+        # rows of 128 bytes are found by int32 numbers
+        and num_blocks * (block_bytes // DIM.value) < 2**31
         and (num_tokens + MAX_ROWS) * num_heads < 2**31
         and all(_is_aligned(tensor) for tensor in (q, weights, k_cache))
     )
@@ -576,7 +562,7 @@ def score_keys(
     """As ``indexer_logits.score_keys``, for what ``supports`` takes."""
     num_tokens, num_heads, _ = q.shape
     num_reqs = seq_lens.shape[0]
-    few = num_tokens <= FEW_ROWS * num_reqs
+    few = num_reqs >= MIN_REQUESTS_AHEAD and num_tokens <= FEW_ROWS * num_reqs
     indexer_logits_hopper_kernel[(num_sms(q.device),)](
         *_descriptors(q, weights, k_cache),
         block_table, query_start_loc, seq_lens, logits, row_lens,
@@ -585,7 +571,7 @@ def score_keys(
         seq_lens.stride(0), logits.stride(0),
         HEADS=num_heads, ROWS=FEW_ROWS if few else MAX_ROWS,
         SLOTS=FEW_ROWS_SLOTS if few else MAX_ROWS_SLOTS,
-        REQUESTS=SMALL_BLOCK_REQUESTS if num_reqs <= SMALL_BLOCK_REQUESTS else BLOCK_REQUESTS,
+        REQUESTS=BLOCK_REQUESTS,
         SCORE_REGISTERS=SCORE_REGISTERS, LOAD_REGISTERS=LOAD_REGISTERS,
         num_warps=4, maxnreg=MAX_REGISTERS,
     )  # fmt: skip
@@ -596,16 +582,16 @@ def _descriptors(q: Tensor, weights: Tensor, k_cache: Tensor) -> tuple[TensorDes
     num_tokens, num_heads, dim = q.shape
     num_blocks, block_bytes = k_cache.shape[0], k_cache.stride(0)
     block, codes = BLOCK.value, gl.NVMMASharedLayout(128, 8, 2)
-    # All blocks as rows of one matrix; those of scales, and of what lies between blocks, are passed
-    # over.
-    num_rows = (num_blocks - 1) * (block_bytes // dim) + triton.cdiv(k_cache.shape[1], dim)
+    # All heads, and all blocks, as rows of one matrix; rows of scales are passed over.
+    heads = num_tokens * num_heads
+    keys = (num_blocks - 1) * (block_bytes // dim) + triton.cdiv(k_cache.shape[1], dim)
     return (
-        TensorDescriptor(q, [num_tokens * num_heads, dim], [dim, 1], [num_heads, dim], codes),
+        TensorDescriptor(q, [heads, dim], [dim, 1], [num_heads, dim], codes),
         TensorDescriptor(
-            weights, [num_tokens * num_heads], [1], [num_heads], gl.NVMMASharedLayout(0, 32, 1)
+            weights, [heads], [1], [num_heads], gl.NVMMASharedLayout(0, 32, 1)
         ),
         TensorDescriptor(
-            k_cache.view(torch.float8_e4m3fn), [num_rows, dim], [dim, 1], [block, dim], codes
+            k_cache.view(torch.float8_e4m3fn), [keys, dim], [dim, 1], [block, dim], codes
         ),
         TensorDescriptor(
             k_cache.view(torch.float32), [num_blocks, k_cache.shape[1] // 4],

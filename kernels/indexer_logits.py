@@ -30,8 +30,8 @@ All other dots are of exact products in fp32: codes fit into fp16 and bf16, and 
 sum of three bf16 numbers.
 
 Cards of compute capability 9.0 have a kernel of their own for the shapes of the large models:
-``_indexer_logits_hopper``. Which of the two runs depends on dtypes, sizes of the model and
-alignment, never on the batch.
+``_indexer_logits_hopper``. Which of the two runs depends on dtypes, sizes of the model, strides
+and alignment, never on the batch.
 """
 
 import torch
@@ -315,11 +315,11 @@ def score_keys(
     num_reqs = seq_lens.shape[0]
     if num_tokens == 0:
         return
-    if not INTERPRETED and _indexer_logits_hopper.supports(q, weights, k_cache):
+    batch = (block_table, query_start_loc, seq_lens)
+    if not INTERPRETED and _indexer_logits_hopper.supports(q, weights, k_cache, *batch):
         _indexer_logits_hopper.score_keys(
-            q, weights, k_cache, block_table, query_start_loc, seq_lens, max_seq_len, logits,
-            row_lens, min_keys,
-        )  # fmt: skip
+            q, weights, k_cache, *batch, max_seq_len, logits, row_lens, min_keys
+        )
         return
     block_size = k_cache.shape[1] // (head_dim + 4)
     whole = block_size >= 16 and block_size & (block_size - 1) == 0
