@@ -4,107 +4,407 @@
     chosen  = the topk largest of key[0 .. row_len - 1], equal ones by ascending s
     out     = chosen in ascending order, then -1
 
-A row is cut into chunks of CHUNK keys. A program reads a chunk once and holds it in registers: it
-finds the interval of keys that separates the topk largest and stores those, in order, behind one
-another. What all chunks of a row have kept is the row of the next level, until one chunk is left.
-Of equal keys a chunk keeps the lower positions, so no level drops a key that belongs in the result.
-How many levels there are follows from the shapes alone; a row that ends within its first chunk is
-finished in the first of them.
+A row that fits into the registers of a program is read once: the program finds the interval of keys
+that separates the topk largest (``_selection.separate``) and stores those, in order.
+
+Longer rows take two launches, each of which reads a key once:
+
+    filter    programs share a row by slices. All programs of a row draw the same sample of it and
+              find the same bound, from which on a block of keys should lie (FILLED); what lies
+              there of its own slice a program stores, in order, with its positions.
+    select    a program holds what all slices have left, and goes on as with a short row.
+
+The bound decides what is left, never what is chosen: where fewer than topk keys are left, or more
+than a program can hold (a sample that misleads, a value that most of a row shares), the program
+counts over the row itself, from the bound on (``scan_row``). That is exact for every row, and
+serves every topk that is too large for registers.
 
 Layout:
-    logits                        [num_tokens, width] fp32        any strides
-    row_lens                      [num_tokens] int32              any stride
-    out                           [num_tokens, topk] int32        contiguous
-    kept_logits, kept_positions   [num_tokens, num_chunks * topk] contiguous; what a level hands to
-                                  the next: topk per full chunk of a row, then those of its last
+    logits             [num_tokens, width] fp32               any strides
+    row_lens           [num_tokens] int32                     any stride
+    out                [num_tokens, topk] int32               contiguous
+    left, positions    [num_tokens, num_slices, capacity]     contiguous; keys that are left of a
+                       int32                                  slice, up to a multiple of 32
+    counts             [num_tokens, num_slices] int32         how many keys that is
+    bounds             [num_tokens] int32                     the bound of each row, as a key
 
-Grid (programs,): program p owns the (chunk, row) pairs p, p + programs, ...; a pair owns its topk
-places in the next level, and in the last level its row of ``out``.
-
-A topk of more than half a chunk would not shrink a row: ``indexer_topk_scan_kernel`` then counts
-over the whole row, one program a row, 33 times whatever the topk.
+Grid: (num_tokens * num_slices,) filters, (num_tokens,) selects; a program owns its slice of
+``left``, or its row of ``out``. A slice that begins past the end of its row, and a row that the
+second kernel can hold as it is, leave the first one at once.
 """
+
+import math
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._common import num_sms
-from ._selection import ABSENT, LEAST, choose, ordered, rank, separate, spread
+from ._common import INTERPRETED, capability, num_sms
+from ._selection import (
+    ABSENT,
+    END,
+    LANES,
+    LEAST,
+    MAX_GROUPS,
+    along,
+    choose,
+    ordered,
+    places,
+    rank,
+    separate,
+    starts_of_4,
+    sum_of_all,
+    value_of,
+)
 
-# Plain defaults: 32 keys a thread, and registers for 32 warps on a multiprocessor.
-CHUNK = 8192
-LONG_CHUNK = 16384
-LONG_WIDTH = 32768
-KEYS_PER_WARP = 1024
-WARPS_PER_SM = 32
+# Plain defaults. A row of at most SHORT_WIDTH keys is selected from as it is; of a longer one, the
+# filter leaves a block for one program.
+KEYS_PER_THREAD = 16
+SHORT_WIDTH = 8192
+SHORTEST_BLOCK = 4096
+LONGEST_BLOCK = 16384
 MAX_REGISTERS = 64
+# The filter: the share of a block that it aims to leave, keys that a program reads at a time,
+# programs for each multiprocessor (the second figure where slices are LONG_SLICE keys or more), the
+# most slices of a row, and the keys of a sample: so many that about SAMPLED lie from the bound on.
+FILLED = 0.6
+CHUNK = 4096
+FEW_PER_SM = 2
+MANY_PER_SM = 4
+LONG_SLICE = 16384
+MAX_SLICES = 128
+SAMPLED = 40
+SHORTEST_SAMPLE = 2048
+LONGEST_SAMPLE = 8192
+# The second launch may begin before the first has ended, and waits for it on the card.
+OVERLAP = True
+
+
+class Plan(NamedTuple):
+    """How rows are shared out, which follows from shapes alone; in keys, all powers of two."""
+
+    block: int  # what a program selects from: a row, or what the filter leaves of it
+    large_block: int  # what it can hold in a pinch
+    chunk: int  # 0: no filter
+    slice: int
+    sample: int
+
+
+def plan(num_tokens: int, width: int, topk: int, sms: int) -> Plan | None:
+    """None where no program can hold enough keys for ``topk`` of them."""
+    power_of_2 = triton.next_power_of_2
+    block = min(max(power_of_2(4 * topk), SHORTEST_BLOCK), LONGEST_BLOCK)
+    if width <= max(block, SHORT_WIDTH):
+        block = power_of_2(max(width, 128))
+        return Plan(block, block, 0, 0, 0)
+    if 4 * topk > LONGEST_BLOCK:
+        return None
+    keys = num_tokens * width / sms
+    keys = max(min(keys / FEW_PER_SM, LONG_SLICE), keys / MANY_PER_SM, width / MAX_SLICES)
+    return Plan(
+        block=block,
+        large_block=min(2 * block, LONGEST_BLOCK, MAX_GROUPS * 128 * warps_for(block)),
+        chunk=CHUNK,
+        slice=CHUNK * power_of_2(math.ceil(keys / CHUNK)),
+        sample=min(
+            max(power_of_2(int(SAMPLED * width / (FILLED * block))), SHORTEST_SAMPLE),
+            LONGEST_SAMPLE,
+        ),
+    )
 
 
 @triton.jit
-def write_rest(out_row, written, topk, BLOCK: tl.constexpr):
-    """-1 in the places of a row of ``out`` from ``written`` on."""
-    for first in range(written // BLOCK * BLOCK, topk, BLOCK):
+def write_all(out_row, length, topk, BLOCK: tl.constexpr):
+    """A row of ``out`` where all keys are chosen."""
+    for first in range(0, topk, BLOCK):
         columns = first + tl.arange(0, BLOCK)
-        tl.store(out_row + columns, -1, mask=(columns >= written) & (columns < topk))
+        tl.store(out_row + columns, tl.where(columns < length, columns, -1), mask=columns < topk)
+
+
+@triton.jit
+def load_block(
+    row_ptr, column_stride, first, length,
+    VECTORS: tl.constexpr, GROUPS: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """``columns, logits`` from ``first`` on, a multiple of 4; past ``length`` they are any."""
+    columns = first + places(GROUPS, WARPS)
+    if VECTORS:
+        # Four at a time, if only the first of them is a key: one mask for all.
+        starts = tl.broadcast_to(first + starts_of_4(GROUPS, WARPS), columns.shape)
+        logits = tl.load(row_ptr + columns, mask=starts < length, other=0.0)
+    else:
+        logits = tl.load(
+            row_ptr + columns.to(tl.int64) * column_stride, mask=columns < length, other=0.0
+        )
+    return columns, logits.to(tl.float32)
+
+
+@triton.jit
+def keys_of(logits, present):
+    return tl.where(present, ordered(logits), ABSENT)
+
+
+@triton.jit
+def largest(
+    keys, logits, pivot, count, topk,
+    TAIL: tl.constexpr, GROUPS: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """Which of ``count`` keys are chosen, at least topk of which are present, and where they go."""
+    low, high, from_low, above = separate(keys, logits, pivot, count, topk, topk, TAIL)
+    chosen = choose(keys, low, high, from_low - above, topk - above, GROUPS, WARPS)
+    before, _ = rank(chosen, GROUPS, WARPS)
+    return chosen, before
+
+
+@triton.jit
+def place_runs(
+    slot_runs, capacity, GROUPS: tl.constexpr, WARPS: tl.constexpr, SLICES: tl.constexpr
+):
+    """Where in ``left`` the keys of a block come from, and -32 where there are no more: runs of 32,
+    of which slice s has ``slot_runs[s]``, behind one another."""
+    RUNS: tl.constexpr = GROUPS * WARPS * 4
+    run = tl.arange(0, RUNS)
+    ends = tl.cumsum(slot_runs, axis=0)
+    # How many slices end at or before each run: a binary search.
+    slot = tl.zeros_like(run)
+    begin = tl.zeros_like(run)
+    STEPS: tl.constexpr = SLICES.bit_length() - 1
+    for step in tl.static_range(STEPS):
+        width = SLICES >> (step + 1)
+        end = tl.gather(ends, slot + (width - 1), axis=0)
+        passed = end <= run
+        slot = tl.where(passed, slot + width, slot)
+        begin = tl.where(passed, end, begin)
+    offset = tl.where(run < tl.sum(slot_runs, axis=0), slot * capacity + (run - begin) * 32, -32)
+    offset = tl.reshape(offset, [WARPS, GROUPS, 4])
+    if LANES == 0:
+        offset = tl.permute(offset, [2, 0, 1])[:, None, :, :]
+        offset = tl.reshape(tl.broadcast_to(offset, [4, 8, WARPS, GROUPS]), [32, WARPS, GROUPS])
+    else:
+        offset = tl.permute(offset, [1, 0, 2])[:, :, :, None]
+        offset = tl.reshape(tl.broadcast_to(offset, [GROUPS, WARPS, 4, 8]), [GROUPS, WARPS, 32])
+    return tl.multiple_of(offset[:, :, :, None], [32, 32, 32, 32])
+
+
+@triton.jit
+def write_left(
+    left_ptr, positions_ptr, out_row, slot_runs, capacity, pivot, count, topk,
+    GROUPS: tl.constexpr, WARPS: tl.constexpr, SLICES: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """A row of ``out``, from what the slices of the row have left."""
+    offset = place_runs(slot_runs, capacity, GROUPS, WARPS, SLICES)
+    lane = along(tl.arange(0, 32) % 8 * 4, LANES)
+    entries = offset + (lane + tl.arange(0, 4)[None, None, None, :])
+    present = tl.broadcast_to(offset >= 0, entries.shape)
+    keys = tl.load(left_ptr + entries, mask=present, other=ABSENT)
+    if EARLY:
+        positions = tl.load(positions_ptr + entries, mask=present, other=0)
+    chosen, before = largest(keys, value_of(keys), pivot, count, topk, True, GROUPS, WARPS)
+    if not EARLY:
+        positions = tl.load(positions_ptr + entries, mask=chosen, other=0)
+    tl.store(out_row + before, positions, mask=chosen)
+
+
+@triton.jit
+def scan_row(
+    row_ptr, column_stride, length, topk, hint, out_row,
+    VECTORS: tl.constexpr, GROUPS: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """Any row, in as many passes as it takes: each counts from three bounds on.
+
+    ``hint`` is the first bound, and the key above it the second: a row most of which is one value
+    often needs no more.
+    """
+    size = 128 * GROUPS * WARPS
+    low = tl.full([], LEAST, tl.int64)
+    high = tl.full([], END, tl.int64)
+    from_low = length
+    from_high = length * 0
+    first = hint.to(tl.int64)
+    second = first + 1
+    third = (second + high) >> 1
+    while (high - low > 1) & (from_low > topk):
+        first = tl.minimum(tl.maximum(first, low + 1), high - 1)
+        second = tl.minimum(tl.maximum(second, first), high - 1)
+        third = tl.minimum(tl.maximum(third, second), high - 1)
+        from_first = length * 0
+        from_second = length * 0
+        from_third = length * 0
+        for start in range(0, length, size):
+            columns, logits = load_block(
+                row_ptr, column_stride, start, length, VECTORS, GROUPS, WARPS
+            )
+            keys = keys_of(logits, columns < length)
+            both = (keys >= first.to(tl.int32)).to(tl.int32)
+            both = sum_of_all(both + ((keys >= second.to(tl.int32)).to(tl.int32) << 16))
+            from_first += both & 0xFFFF
+            from_second += (both >> 16) & 0xFFFF
+            from_third += sum_of_all((keys >= third.to(tl.int32)).to(tl.int32))
+        if from_third >= topk:
+            low = third
+            from_low = from_third
+        else:
+            high = third
+            from_high = from_third
+            if from_second >= topk:
+                low = second
+                from_low = from_second
+            else:
+                high = second
+                from_high = from_second
+                if from_first >= topk:
+                    low = first
+                    from_low = from_first
+                else:
+                    high = first
+                    from_high = from_first
+        first = (3 * low + high) >> 2
+        second = (low + high) >> 1
+        third = (low + 3 * high) >> 2
+
+    missing = topk - from_high
+    equal = from_low - from_high
+    written = length * 0
+    for start in range(0, length, size):
+        columns, logits = load_block(row_ptr, column_stride, start, length, VECTORS, GROUPS, WARPS)
+        keys = keys_of(logits, columns < length)
+        chosen = keys >= low.to(tl.int32)
+        if equal > missing:
+            tied = chosen & (keys < high.to(tl.int32))
+            before, ties = rank(tied, GROUPS, WARPS)
+            chosen = chosen & ((keys >= high.to(tl.int32)) | (before < missing))
+            missing = tl.maximum(missing - ties, 0)
+        before, kept = rank(chosen, GROUPS, WARPS)
+        tl.store(out_row + written + before, columns, mask=chosen)
+        written += kept
 
 
 # fmt: off
-@triton.jit(do_not_specialize=["num_tokens", "num_chunks", "level", "topk"])
-def indexer_topk_kernel(
-    logits_ptr, positions_ptr, row_lens_ptr, kept_logits_ptr, kept_positions_ptr, out_ptr,
-    num_tokens, width, num_chunks, level, topk,
+@triton.jit
+def indexer_topk_filter_kernel(
+    logits_ptr, row_lens_ptr, left_ptr, positions_ptr, counts_ptr, bounds_ptr,
+    width, num_slices,
     row_stride, column_stride, row_lens_stride,
-    CHUNK: tl.constexpr, WARPS: tl.constexpr,
+    VECTORS: tl.constexpr, AIM: tl.constexpr,
+    BLOCK: tl.constexpr, SLICE: tl.constexpr, CAPACITY: tl.constexpr,
+    GROUPS: tl.constexpr, SAMPLE_GROUPS: tl.constexpr, WARPS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     # fmt: on
-    for item in range(tl.program_id(0), num_tokens * num_chunks, tl.num_programs(0)):
-        row = item % num_tokens
-        chunk = item // num_tokens
-        length = tl.load(row_lens_ptr + row.to(tl.int64) * row_lens_stride)
-        length = tl.minimum(tl.maximum(length, 0), width)
-        # What the levels before this one have left of the row, unless one has finished it.
-        finished = False
-        for _ in range(0, level):
-            finished = finished | (length <= CHUNK)
-            length = length // CHUNK * topk + tl.minimum(length % CHUNK, topk)
-        count = tl.minimum(length - chunk * CHUNK, CHUNK)
-        if (not finished) & ((count > 0) | (chunk == 0)):
-            last = length <= CHUNK
-            places = spread(CHUNK, WARPS)
-            present = places < count
-            start = row.to(tl.int64) * row_stride + (chunk * CHUNK).to(tl.int64) * column_stride
-            pointers = logits_ptr + start + places.to(tl.int64) * column_stride
-            # Everything is kept: no key is below the least.
-            keys = tl.where(present, LEAST, ABSENT)
-            low = tl.full([], LEAST, tl.int32)
-            high = low
-            above = count
-            if count > topk:
-                if count == CHUNK:
-                    keys = ordered(tl.load(pointers))
-                else:
-                    logits = tl.load(pointers, mask=present, other=0.0)
-                    keys = tl.where(present, ordered(logits), ABSENT)
-                keys, low, high, above = separate(keys, count, topk)
-            written = tl.minimum(topk, count)
-            chosen = choose(keys, low, high, written - above, CHUNK, WARPS)
-            target = rank(chosen, CHUNK, WARPS)
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+    row = (tl.program_id(0) // num_slices).to(tl.int64)
+    part = tl.program_id(0) % num_slices
+    length = tl.load(row_lens_ptr + row * row_lens_stride)
+    length = tl.minimum(tl.maximum(length, 0), width)
+    row_ptr = logits_ptr + row * row_stride
+    begin = part * SLICE
+    if (length > BLOCK) & (begin < length):
+        # Four neighbours out of each of as many equal parts of the row, anywhere within it: at
+        # equal distances they might all have the same place in a page.
+        RUNS: tl.constexpr = 32 * SAMPLE_GROUPS * WARPS
+        place = places(SAMPLE_GROUPS, WARPS)
+        run = place // 4
+        origin = (run.to(tl.int64) * (length // 4) // RUNS).to(tl.int32)
+        spread = (run * 40503) & 0xFFFF
+        origin += (spread.to(tl.int64) * (length // 4 // RUNS) >> 16).to(tl.int32)
+        start = (origin * 4 + place % 4).to(tl.int64) * column_stride
+        sample = tl.load(row_ptr + start).to(tl.float32)
+        pivot = tl.load(row_ptr).to(tl.float32)
+        # How many of the sample lie from the bound on.
+        aim = AIM * 4.0 * RUNS / length.to(tl.float32)
+        fewest = tl.maximum((0.9 * aim).to(tl.int32), 1)
+        most = tl.maximum((1.3 * aim).to(tl.int32), fewest)
+        sampled = tl.full([], 4 * RUNS, tl.int32)
+        low, _, _, _ = separate(ordered(sample), sample, pivot, sampled, fewest, most, False)
 
-            if positions_ptr is None:
-                positions = chunk * CHUNK + places
-            else:
-                positions = tl.load(positions_ptr + start + places, mask=chosen, other=0)
-            out_row = out_ptr + row.to(tl.int64) * topk
-            if last:
-                tl.store(out_row + target, positions, mask=chosen)
-                write_rest(out_row, written, topk, 32 * WARPS)
-            elif kept_logits_ptr is not None:
-                kept = (row.to(tl.int64) * num_chunks + chunk) * topk
-                logits = tl.load(pointers, mask=chosen, other=0.0)
-                tl.store(kept_logits_ptr + kept + target, logits, mask=chosen)
-                tl.store(kept_positions_ptr + kept + target, positions, mask=chosen)
+        slot = row * num_slices + part
+        left_ptr += slot * CAPACITY
+        positions_ptr += slot * CAPACITY
+        end = tl.minimum(begin + SLICE, length)
+        count = length * 0
+        for first in range(begin, end, 128 * GROUPS * WARPS):
+            columns, logits = load_block(
+                row_ptr, column_stride, first, end, VECTORS, GROUPS, WARPS
+            )
+            keys = keys_of(logits, columns < end)
+            kept = keys >= low
+            before, ranked = rank(kept, GROUPS, WARPS)
+            target = count + before
+            kept = kept & (target < CAPACITY)
+            tl.store(left_ptr + target, keys, mask=kept)
+            tl.store(positions_ptr + target, columns, mask=kept)
+            count += ranked
+        rest = count + tl.arange(0, 32)
+        filled = tl.minimum((count + 31) // 32 * 32, CAPACITY)
+        tl.store(left_ptr + rest, ABSENT, mask=rest < filled)
+        tl.store(counts_ptr + slot, count)
+        if part == 0:
+            tl.store(bounds_ptr + row, low)
+
+
+# fmt: off
+@triton.jit(do_not_specialize=["topk"])
+def indexer_topk_kernel(
+    logits_ptr, row_lens_ptr, left_ptr, positions_ptr, counts_ptr, bounds_ptr, out_ptr,
+    width, topk, num_slices,
+    row_stride, column_stride, row_lens_stride,
+    VECTORS: tl.constexpr, FILTERED: tl.constexpr,
+    SLICE: tl.constexpr, CAPACITY: tl.constexpr, SLICES: tl.constexpr,
+    GROUPS: tl.constexpr, LARGE_GROUPS: tl.constexpr, WARPS: tl.constexpr,
+    EARLY: tl.constexpr, OVERLAP: tl.constexpr,
+):
+    # fmt: on
+    BLOCK: tl.constexpr = 128 * GROUPS * WARPS
+    LARGE_BLOCK: tl.constexpr = 128 * LARGE_GROUPS * WARPS
+    row = tl.program_id(0).to(tl.int64)
+    row_ptr = logits_ptr + row * row_stride
+    out_row = out_ptr + row * topk
+    length = tl.load(row_lens_ptr + row * row_lens_stride)
+    if not FILTERED:
+        # Before the length is known: one wait for both. Not where there may be no logits.
+        end = tl.where(width > topk, width, 0)
+        pivot = tl.load(row_ptr, mask=end > 0, other=0.0).to(tl.float32)
+        columns, logits = load_block(row_ptr, column_stride, 0, end, VECTORS, GROUPS, WARPS)
+    length = tl.minimum(tl.maximum(length, 0), width)
+    if OVERLAP:
+        # All programs wait: nothing that comes after this kernel may run beside the first one.
+        tl.extra.cuda.gdc_wait()
+    if length <= topk:
+        write_all(out_row, length, topk, 32 * WARPS)
+    elif (not FILTERED) or (length <= BLOCK):
+        if FILTERED:
+            pivot = tl.load(row_ptr).to(tl.float32)
+            columns, logits = load_block(row_ptr, column_stride, 0, length, VECTORS, GROUPS, WARPS)
+        keys = keys_of(logits, columns < length)
+        chosen, before = largest(keys, logits, pivot, length, topk, False, GROUPS, WARPS)
+        tl.store(out_row + before, columns, mask=chosen)
+    else:
+        slices = tl.arange(0, SLICES)
+        live = slices < tl.cdiv(length, SLICE)
+        counts = tl.load(counts_ptr + row * num_slices + slices, mask=live, other=0)
+        bound = tl.load(bounds_ptr + row)
+        slot_runs = (counts + 31) // 32
+        count = tl.sum(counts, axis=0)
+        taken = tl.sum(slot_runs, axis=0) * 32
+        whole = (count >= topk) & (tl.max(counts, axis=0) <= CAPACITY)
+        left_ptr += row * num_slices * CAPACITY
+        positions_ptr += row * num_slices * CAPACITY
+        pivot = value_of(bound)
+        if whole & (taken <= BLOCK):
+            write_left(
+                left_ptr, positions_ptr, out_row, slot_runs, CAPACITY, pivot, count, topk,
+                GROUPS, WARPS, SLICES, EARLY,
+            )  # fmt: skip
+        elif whole & (taken <= LARGE_BLOCK):
+            write_left(
+                left_ptr, positions_ptr, out_row, slot_runs, CAPACITY, pivot, count, topk,
+                LARGE_GROUPS, WARPS, SLICES, False,
+            )  # fmt: skip
+        else:
+            scan_row(row_ptr, column_stride, length, topk, bound, out_row, VECTORS, GROUPS, WARPS)
 
 
 # fmt: off
@@ -113,51 +413,19 @@ def indexer_topk_scan_kernel(
     logits_ptr, row_lens_ptr, out_ptr,
     width, topk,
     row_stride, column_stride, row_lens_stride,
-    BLOCK: tl.constexpr, WARPS: tl.constexpr,
+    VECTORS: tl.constexpr, GROUPS: tl.constexpr, WARPS: tl.constexpr,
 ):
     # fmt: on
     row = tl.program_id(0).to(tl.int64)
-    places = spread(BLOCK, WARPS)
     length = tl.load(row_lens_ptr + row * row_lens_stride)
     length = tl.minimum(tl.maximum(length, 0), width)
-    row_ptr = logits_ptr + row * row_stride
-    low = tl.full([], LEAST, tl.int64)
-    high = low
-    above = length
-    if length > topk:
-        high = tl.full([], -LEAST, tl.int64)
-        above = length * 0
-        while high - low > 1:
-            bound = (low + high) >> 1
-            counted = length * 0
-            for first in range(0, length, BLOCK):
-                keys = load_keys(row_ptr, first + places, column_stride, length)
-                counted += tl.sum((keys >= bound.to(tl.int32)).to(tl.int32), axis=0)
-            low = tl.where(counted >= topk, bound, low)
-            high = tl.where(counted >= topk, high, bound)
-            above = tl.where(counted >= topk, above, counted)
-    low, high = low.to(tl.int32), high.to(tl.int32)
-    missing = tl.minimum(topk, length) - above
-
     out_row = out_ptr + row * topk
-    written = length * 0
-    for first in range(0, length, BLOCK):
-        columns = first + places
-        keys = tl.where(columns < length, LEAST, ABSENT)
-        if length > topk:
-            keys = load_keys(row_ptr, columns, column_stride, length)
-        chosen = choose(keys, low, high, missing, BLOCK, WARPS)
-        tl.store(out_row + written + rank(chosen, BLOCK, WARPS), columns, mask=chosen)
-        written += tl.sum(chosen.to(tl.int32), axis=0)
-        missing -= tl.sum((chosen & (keys < high)).to(tl.int32), axis=0)
-    write_rest(out_row, written, topk, BLOCK)
-
-
-@triton.jit
-def load_keys(row_ptr, columns, column_stride, length):
-    pointers = row_ptr + columns.to(tl.int64) * column_stride
-    logits = tl.load(pointers, mask=columns < length, other=0.0)
-    return tl.where(columns < length, ordered(logits), ABSENT)
+    if length <= topk:
+        write_all(out_row, length, topk, 32 * WARPS)
+    else:
+        row_ptr = logits_ptr + row * row_stride
+        hint = tl.full([], 0, tl.int32)
+        scan_row(row_ptr, column_stride, length, topk, hint, out_row, VECTORS, GROUPS, WARPS)
 
 
 def launch(logits: Tensor, row_lens: Tensor, topk: int) -> Tensor:
@@ -167,40 +435,69 @@ def launch(logits: Tensor, row_lens: Tensor, topk: int) -> Tensor:
 def largest_positions(logits: Tensor, row_lens: Tensor, topk: int, width: int) -> Tensor:
     """The launches, which ``indexer_select`` shares: over the first ``width`` columns.
 
-    A row of at most ``topk`` keys is not read.
+    Where ``width`` is at most ``topk``, no logit is read, and there need not be any; nor does it
+    matter what a row of at most ``topk`` keys holds.
     """
     num_tokens = row_lens.shape[0]
     out = torch.empty(num_tokens, topk, dtype=torch.int32, device=row_lens.device)
     if num_tokens == 0:
         return out
-    chunk = CHUNK if topk <= CHUNK // 4 and width <= LONG_WIDTH else LONG_CHUNK
-    warps = max(1, chunk // KEYS_PER_WARP)
-    if topk > chunk // 2:
+    vectors = reads_vectors(logits, width)
+    shape = plan(num_tokens, width, topk, num_sms(out.device))
+    if shape is None:
+        warps = warps_for(LONGEST_BLOCK)
         indexer_topk_scan_kernel[(num_tokens,)](
             logits, row_lens, out,
             width, topk,
             logits.stride(0), logits.stride(1), row_lens.stride(0),
-            BLOCK=max(chunk // 4, 32 * warps), WARPS=warps, num_warps=warps,
+            VECTORS=vectors, GROUPS=LONGEST_BLOCK // (128 * warps), WARPS=warps, num_warps=warps,
         )  # fmt: skip
         return out
-    programs = num_sms(out.device) * max(1, WARPS_PER_SM // warps)
-    positions = None
-    row_stride, column_stride = logits.stride()
-    left, num_chunks, level = width, 0, 0
-    while num_chunks != 1:
-        num_chunks = max(1, triton.cdiv(left, chunk))
-        left = num_chunks * topk
-        kept_logits = kept_positions = None
-        if num_chunks > 1:
-            kept_logits = torch.empty(num_tokens, left, dtype=torch.float32, device=out.device)
-            kept_positions = torch.empty(num_tokens, left, dtype=torch.int32, device=out.device)
-        indexer_topk_kernel[(min(num_tokens * num_chunks, programs),)](
-            logits, positions, row_lens, kept_logits, kept_positions, out,
-            num_tokens, width, num_chunks, level, topk,
-            row_stride, column_stride, row_lens.stride(0),
-            CHUNK=chunk, WARPS=warps, num_warps=warps, maxnreg=MAX_REGISTERS,
+
+    left = positions = counts = bounds = None
+    num_slices = capacity = 1
+    overlap = False
+    if shape.chunk:
+        num_slices = triton.cdiv(width, shape.slice)
+        capacity = min(shape.slice, shape.large_block)
+        overlap = OVERLAP and not INTERPRETED and capability(out.device) >= 90
+        left = row_lens.new_empty(num_tokens, num_slices, capacity)
+        positions, counts, bounds = (
+            row_lens.new_empty(num_tokens, *rest) for rest in [left.shape[1:], (num_slices,), ()]
+        )
+        warps = warps_for(shape.chunk)
+        indexer_topk_filter_kernel[(num_tokens * num_slices,)](
+            logits, row_lens, left, positions, counts, bounds,
+            width, num_slices,
+            logits.stride(0), logits.stride(1), row_lens.stride(0),
+            VECTORS=vectors, AIM=int(FILLED * shape.block),
+            BLOCK=shape.block, SLICE=shape.slice, CAPACITY=capacity,
+            GROUPS=shape.chunk // (128 * warps), SAMPLE_GROUPS=shape.sample // (128 * warps),
+            WARPS=warps, OVERLAP=overlap, num_warps=warps, maxnreg=MAX_REGISTERS,
         )  # fmt: skip
-        logits, positions = kept_logits, kept_positions
-        row_stride, column_stride = left, 1
-        level += 1
+    warps = warps_for(shape.block)
+    # One program on a multiprocessor may have more registers: positions wait in them.
+    few = shape.chunk > 0 and num_tokens <= num_sms(out.device) and warps <= 16
+    indexer_topk_kernel[(num_tokens,)](
+        logits, row_lens, left, positions, counts, bounds, out,
+        width, topk, num_slices,
+        logits.stride(0), logits.stride(1), row_lens.stride(0),
+        VECTORS=vectors, FILTERED=shape.chunk > 0,
+        SLICE=max(shape.slice, 1), CAPACITY=capacity,
+        SLICES=triton.next_power_of_2(num_slices),
+        GROUPS=shape.block // (128 * warps), LARGE_GROUPS=shape.large_block // (128 * warps),
+        WARPS=warps, EARLY=few, OVERLAP=overlap,
+        num_warps=warps, launch_pdl=overlap, maxnreg=MAX_REGISTERS * 2 if few else MAX_REGISTERS,
+    )  # fmt: skip
     return out
+
+
+def reads_vectors(logits: Tensor, width: int) -> bool:
+    """Whether the last 4 logits of a row may be read as a whole, past its end."""
+    row_stride, column_stride = logits.stride()
+    last = logits.storage_offset() + (logits.shape[0] - 1) * row_stride + -(-width // 4) * 4
+    return column_stride == 1 and last * logits.element_size() <= logits.untyped_storage().nbytes()
+
+
+def warps_for(keys: int) -> int:
+    return max(1, keys // (32 * KEYS_PER_THREAD))

@@ -17,18 +17,18 @@ from ..ops.test_indexer_select import make_inputs
 from .gpu import assert_replays
 from .test_indexer_logits import card_inputs
 
+# As in the tests of indexer_topk: infinities in the interpreter.
+pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
+
 LONG: Case = ([2, 1, 0, 4], [50, 3, 0, 25], 1)
 
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    """Short tiles and chunks, so that a short row has several; not on the card."""
+    """Short tiles, so that a short row has several; not on the card."""
     if device == "cpu":
         monkeypatch.setattr(indexer_logits, "num_sms", lambda device: 1)
         monkeypatch.setattr(indexer_logits, "TILE", 16)
-        monkeypatch.setattr(indexer_topk, "CHUNK", 32)
-        monkeypatch.setattr(indexer_topk, "LONG_CHUNK", 64)
-        monkeypatch.setattr(indexer_topk, "KEYS_PER_WARP", 32)
 
 
 def in_two_launches(inputs: dict[str, Any]) -> Tensor:

@@ -1,4 +1,4 @@
-"""The kernels of indexer_topk against Python's sort, exactly, with one level and with several."""
+"""The kernels of indexer_topk against Python's sort, exactly: short rows, long ones, and scans."""
 
 import importlib
 import math
@@ -19,6 +19,9 @@ from ..ops.test_indexer_topk import make_inputs
 from .gpu import assert_replays
 
 reference = importlib.import_module("mtpgraph.ops.indexer_topk").largest_positions
+
+# Guesses at a bound are made from sums over all values, infinite ones too: NumPy warns, a card not.
+pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
 
 NAN, INF = math.nan, math.inf
 LARGEST = torch.finfo(torch.float32).max
@@ -50,12 +53,20 @@ each_values = pytest.mark.parametrize("values", VALUES.values(), ids=VALUES.keys
 
 
 @pytest.fixture
-def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of 64 or 128 keys: rows of hundreds have several, and several levels."""
-    monkeypatch.setattr(indexer_topk, "CHUNK", 64)
-    monkeypatch.setattr(indexer_topk, "LONG_CHUNK", 128)
-    monkeypatch.setattr(indexer_topk, "LONG_WIDTH", 400)
-    monkeypatch.setattr(indexer_topk, "KEYS_PER_WARP", 64)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of 128 and 256 keys, so that rows of hundreds go through the filter, and a topk
+    beyond 64 through the scan; not on the card, which has warps enough for the real ones."""
+    for name, value in {
+        "KEYS_PER_THREAD": 8,
+        "SHORT_WIDTH": 128,
+        "SHORTEST_BLOCK": 128,
+        "LONGEST_BLOCK": 256,
+        "CHUNK": 128,
+        "MAX_SLICES": 4,
+        "SHORTEST_SAMPLE": 128,
+        "LONGEST_SAMPLE": 256,
+    }.items():
+        monkeypatch.setattr(indexer_topk, name, value)
 
 
 def int32(values: list[int], device: str = "cpu") -> Tensor:
@@ -73,62 +84,79 @@ def test_topk_equals_sort(topk: int, device: str) -> None:
     assert_equals_sort(**make_inputs(3, topk=topk, device=device))
 
 
-@pytest.mark.usefixtures("short_chunks")
+@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize(
     ("width", "topk"),
     [
         (64, 16),
-        (65, 16),
         (128, 1),
-        (300, 13),
-        (400, 16),
-        (401, 16),
-        (300, 17),
-        (700, 32),
-        (300, 64),
+        (128, 100),
+        (129, 16),
+        (257, 13),
+        (400, 32),
+        (401, 33),
         (900, 64),
-        (300, 65),
+        (1600, 64),
+        (1600, 1),
+        (130, 65),
         (300, 300),
         (300, 1000),
+        (600, 200),
     ],
 )
-def test_topk_in_levels_equals_sort(width: int, topk: int, device: str) -> None:
-    """One level and several, chunks of both sizes, a last chunk of one key, and the scan."""
+def test_topk_of_each_width_equals_sort(width: int, topk: int, device: str) -> None:
+    """One block, one slice and several, slices of one chunk and of several, and the scan."""
     assert_equals_sort(**make_inputs(4, width, topk, device))
 
 
-@pytest.mark.usefixtures("short_chunks")
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("filled", [0.02, 0.2, 0.6, 1.0, 1.4, 5.0])
+def test_topk_whatever_the_filter_leaves(
+    filled: float, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    """Fewer than topk keys, a block, a large block, and more than that."""
+    monkeypatch.setattr(indexer_topk, "FILLED", filled)
+    assert_equals_sort(**make_inputs(2, 600, 31, device))
+    assert_equals_sort(torch.randn(2, 600, device=device), int32([600, 301], device), 31)
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_topk_of_rows_whose_largest_lie_together(device: str) -> None:
+    """All in one slice, at either end, and where no sample may have looked."""
+    logits = torch.randn(4, 1000)
+    logits[0, :40] += 10
+    logits[1, -40:] += 10
+    logits[2, 500:540] += 10
+    logits[3, ::16] += 10
+    assert_equals_sort(logits.to(device), int32([1000, 1000, 999, 990], device), 37)
+
+
+@pytest.mark.usefixtures("small_blocks")
 def test_topk_of_each_row_length(device: str) -> None:
-    """Around the topk, around one chunk and two, and what lies outside of 0 .. width."""
-    lens = [-(2**31), -1, 0, 1, 12, 13, 14, 63, 64, 65, 77, 78, 127, 128, 129, 142, 299, 300, 301]
-    lens.append(2**31 - 1)
+    """Around the topk, around one block and two slices, and what lies outside of 0 .. width."""
+    lens = [-(2**31), -1, 0, 1, 12, 13, 14, 63, 64, 65, 127, 128, 129, 132, 255, 256, 257, 299, 300]
+    lens += [301, 2**31 - 1]
     logits = make_inputs(len(lens), 300)["logits"].to(device)
     assert_equals_sort(logits, int32(lens, device), 13)
 
 
-@pytest.mark.usefixtures("short_chunks")
+@pytest.mark.usefixtures("small_blocks")
 @each_values
 def test_topk_of_each_kind_of_values(values: Callable[[int], Tensor], device: str) -> None:
-    logits = torch.stack([values(200), values(200)]).to(device)
-    assert_equals_sort(logits, int32([200, 131], device), 15)
+    """A row in one block, one through the filter, and one by the scan."""
+    logits = torch.stack([values(300), values(300)]).to(device)
+    assert_equals_sort(logits, int32([300, 101], device), 15)
+    assert_equals_sort(logits[:1], int32([300], device), 70)
 
 
-@pytest.mark.usefixtures("short_chunks")
+@pytest.mark.usefixtures("small_blocks")
 def test_topk_of_random_rows(full: bool, device: str) -> None:
     for _ in range(200 if full else 4):
         num_tokens, width, topk = (int(torch.randint(0, high, ())) for high in (5, 300, 90))
         assert_equals_sort(**make_inputs(num_tokens, width, topk + 1, device))
 
 
-@pytest.mark.usefixtures("short_chunks")
-def test_topk_on_few_programs(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    """A program then owns several chunks of several rows."""
-    monkeypatch.setattr(indexer_topk, "num_sms", lambda device: 1)
-    monkeypatch.setattr(indexer_topk, "WARPS_PER_SM", 2)
-    assert_equals_sort(**make_inputs(3, 300, 13, device))
-
-
-@pytest.mark.usefixtures("short_chunks")
+@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("topk", [13, 65])
 def test_topk_of_strided_rows(topk: int, device: str) -> None:
     inputs = make_inputs(2, 140, topk, device)
@@ -142,6 +170,20 @@ def test_topk_of_strided_rows(topk: int, device: str) -> None:
     assert_same_bits(launch(logits, lens, topk), expected)
 
 
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("width", [37, 39, 301])
+def test_topk_of_the_last_columns_of_a_storage(width: int, device: str) -> None:
+    """Vectors of 4 logits may reach past the end of a row, into its padding, not past memory."""
+    storage = torch.full((2 * 320 + width,), INF, device=device)
+    view = storage.as_strided((3, width), (320, 1))
+    view.copy_(torch.randn(3, width))
+    assert not indexer_topk.reads_vectors(view, width)
+    assert indexer_topk.reads_vectors(view[:2], width)
+    lens = int32([width, width - 1, width], device)
+    assert_equals_sort(view, lens, 9)
+    assert_equals_sort(view[:2], lens[:2], 9)
+
+
 @pytest.mark.parametrize(("num_tokens", "width"), [(0, 40), (3, 0), (0, 0)])
 @pytest.mark.parametrize("topk", [5, 10_000])
 def test_topk_of_nothing(num_tokens: int, width: int, topk: int, device: str) -> None:
@@ -149,6 +191,13 @@ def test_topk_of_nothing(num_tokens: int, width: int, topk: int, device: str) ->
     actual = launch(logits, int32([4] * num_tokens, device), topk)
     assert actual.shape == (num_tokens, topk)
     assert (actual == -1).all()
+
+
+def test_topk_of_all_reads_no_logits(device: str) -> None:
+    """As in indexer_select, which then has none."""
+    lens = int32([40, 7, 0], device)
+    actual = indexer_topk.largest_positions(torch.empty(3, 0, device=device), lens, 50, 40)
+    assert_same_bits(actual, topk_oracle(torch.zeros(3, 40), lens.tolist(), 50).to(device))
 
 
 def card_inputs(num_tokens: int, width: int, topk: int, seed: int = 0) -> dict[str, Any]:
@@ -165,8 +214,13 @@ def card_inputs(num_tokens: int, width: int, topk: int, seed: int = 0) -> dict[s
     [
         (1, 8192, 2048),
         (64, 8192, 2048),
+        (64, 8192, 512),
         (256, 4096, 512),
+        (256, 4096, 2048),
+        (8, 32768, 512),
         (300, 32768, 2048),
+        (128, 32768, 2048),
+        (4, 131072, 512),
         (33, 32773, 2048),
         (7, 131072, 2048),
         (64, 131072, 4096),
@@ -188,10 +242,43 @@ def test_topk_on_the_card_equals_sort(num_tokens: int, width: int, topk: int) ->
 @pytest.mark.gpu
 @each_values
 def test_topk_on_the_card_of_each_kind_of_values(values: Callable[[int], Tensor]) -> None:
-    for width, topk in ((8192, 2048), (100_000, 2048), (100_000, 4096), (40_000, 9000)):
+    sizes = [(4000, 512), (8192, 2048), (16384, 4096), (100_000, 512), (100_000, 2048)]
+    for width, topk in [*sizes, (500_000, 2048), (100_000, 4096), (40_000, 9000)]:
         logits = torch.stack([values(width), values(width)]).cuda()
         row_lens = int32([width, width - 7], "cuda")
         assert_same_bits(launch(logits, row_lens, topk), reference(logits, row_lens, topk))
+
+
+@pytest.mark.gpu
+def test_topk_on_the_card_of_random_rows(full: bool) -> None:
+    """Every size of row and of topk, with values that tie, cluster or spread by chance."""
+    kinds = list(VALUES.values())
+    # each pair is compiled for: so few of them
+    for _ in range(100 if full else 10):
+        width = int(2 ** (7 + 11 * torch.rand(()))) + int(torch.randint(0, 5, ()))
+        topk = int(2 ** (12.3 * torch.rand(())))
+        for _ in range(4):
+            num_tokens = int(torch.randint(1, 40, ()))
+            chosen = torch.randint(0, len(kinds), (num_tokens,)).tolist()
+            logits = torch.stack([kinds[kind](width) for kind in chosen]).cuda()
+            row_lens = torch.randint(0, width + 1, (num_tokens,), dtype=torch.int32).cuda()
+            row_lens[0] = width
+            expected = reference(logits, row_lens, topk)
+            assert_same_bits(launch(logits, row_lens, topk), expected)
+            assert_same_bits(launch(logits, row_lens, topk), expected)
+
+
+@pytest.mark.gpu
+def test_topk_on_the_card_of_rows_whose_largest_lie_together() -> None:
+    width, topk = 131_072, 2048
+    logits = torch.randn(6, width, device="cuda")
+    logits[0, -topk:] += 10
+    logits[1, :topk] += 10
+    logits[2, 7777 : 7777 + topk] += 10
+    logits[3, ::64] += 10
+    logits[4, 60::256] += 10
+    row_lens = int32([width, width, width, width, width, topk + 1], "cuda")
+    assert_same_bits(launch(logits, row_lens, topk), reference(logits, row_lens, topk))
 
 
 @pytest.mark.gpu
