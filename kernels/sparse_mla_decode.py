@@ -7,6 +7,9 @@
 Layout:
     q                [num_tokens, num_heads, head_dim]      any strides
     kv_cache         [num_blocks, block_size, head_dim]     last dim contiguous, other strides any
+               or    [num_blocks, block_size, key_bytes]    uint8: of a key the e4m3 codes of its
+                                                            latents, an fp32 scale for each 128 of
+                                                            them, its rotary part in bf16
     topk_indices     [num_tokens, topk] int32               any strides, -1 anywhere
     block_table      [num_reqs, max_blocks] int32           any strides
     query_start_loc  [num_reqs + 1] int32                   any stride
@@ -14,13 +17,16 @@ Layout:
     lse              [num_tokens, num_heads] fp32           contiguous
     part_out, part_lse   out and lse of each split, fp32, with num_splits after num_tokens
 
+On compute capability 9.0 the kernel of ``_sparse_mla_hopper`` serves the sizes that models have;
+``sparse_mla_decode_kernel`` everything else.
+
 Grid of ``sparse_mla_decode_kernel`` (num_tokens * num_splits * cdiv(num_heads, BLOCK_H),): a
 program owns BLOCK_H heads of a token and split_size of its columns of topk_indices, and reads each
 of those keys once, for scores and values alike. It finds the token's request and the keys' places
 itself. The programs of a token are neighbours, so its keys come from L2 from the second group of
 heads on. With one split the result is final. Otherwise ``combine_kernel`` weighs the parts by their
 lse, grid (num_tokens * num_heads, cdiv(latent_dim, BLOCK_D)): a program owns BLOCK_D latents of a
-head. A part without a valid key has lse -inf and an ``out`` that is neither written nor read.
+head. A part without a valid key has lse -inf, and what its ``out`` holds does not count.
 """
 
 import math
@@ -30,12 +36,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import _sparse_mla_hopper
 from ._common import INTERPRETED, capability, num_sms, token_request
+from ._index_cache import decode_e4m3
 
 # All of these are defaults.
 MIN_SPLIT = 64  # keys of a split, at least
 BLOCK_SCAN = 256  # indices looked at together in search of the last valid one
-BLOCK_D = 128
 _LN_2 = tl.constexpr(math.log(2))
 
 
@@ -52,7 +59,7 @@ def sparse_mla_decode_kernel(
     topk_token_stride, topk_stride, table_request_stride, table_stride, query_start_loc_stride,
     LATENT_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_SCAN: tl.constexpr, SPLIT: tl.constexpr, UPCAST: tl.constexpr,
+    BLOCK_SCAN: tl.constexpr, SPLIT: tl.constexpr, UPCAST: tl.constexpr, FP8: tl.constexpr,
 ):
     # fmt: on
     num_groups = tl.cdiv(num_heads, BLOCK_H)
@@ -88,10 +95,21 @@ def sparse_mla_decode_kernel(
         valid = (block >= 0) & (block < num_blocks)
         place = block.to(tl.int64) * kv_block_stride + offset.to(tl.int64) * kv_token_stride
         keys = kv_cache_ptr + place
-        key_latent = _load(keys, valid, 1, 0, LATENT_DIM, BLOCK_L, UPCAST)
+        if FP8:
+            key_latent = _load_fp8(keys, valid, LATENT_DIM, BLOCK_L, q_ptr.dtype.element_ty, UPCAST)
+        else:
+            key_latent = _load(keys, valid, 1, 0, LATENT_DIM, BLOCK_L, UPCAST)
         scores = tl.dot(q_latent, tl.trans(key_latent), input_precision="ieee")
         if ROPE_DIM > 0:
-            key_rope = _load(keys, valid, 1, LATENT_DIM, ROPE_DIM, BLOCK_R, UPCAST)
+            if FP8:
+                rope = (keys + LATENT_DIM + LATENT_DIM // 128 * 4).to(tl.pointer_type(tl.bfloat16))
+                key_rope = _load(rope, valid, 1, 0, ROPE_DIM, BLOCK_R, UPCAST)
+                if UPCAST:
+                    key_rope = _rounded(key_rope, q_ptr.dtype.element_ty)
+                else:
+                    key_rope = key_rope.to(q_ptr.dtype.element_ty)
+            else:
+                key_rope = _load(keys, valid, 1, LATENT_DIM, ROPE_DIM, BLOCK_R, UPCAST)
             scores = tl.dot(q_rope, tl.trans(key_rope), scores, input_precision="ieee")
         scores = tl.where(valid[None, :], scores * scale_log2, float("-inf"))
 
@@ -169,6 +187,33 @@ def _load(
     return values
 
 
+@triton.jit
+def _load_fp8(
+    keys, mask, DIM: tl.constexpr, BLOCK: tl.constexpr, dtype: tl.constexpr, UPCAST: tl.constexpr
+):
+    """The latents of fp8 keys, rounded to ``dtype``, and zeros up to BLOCK."""
+    GROUPS: tl.constexpr = BLOCK // 128
+    codes = _load(keys, mask, 1, 0, DIM, BLOCK, False)
+    scale_ptr = (keys + DIM).to(tl.pointer_type(tl.float32))
+    scales = _load(scale_ptr, mask, 1, 0, DIM // 128, GROUPS, False)
+    values = decode_e4m3(codes, tl.float32).reshape(keys.shape[0], GROUPS, 128)
+    values = (values * scales[:, :, None]).reshape(keys.shape[0], BLOCK)
+    if UPCAST:
+        return _rounded(values, dtype)
+    return values.to(dtype)
+
+
+@triton.jit
+def _rounded(values, dtype: tl.constexpr):
+    """fp32 with the precision of ``dtype``; the interpreter cuts off what does not fit in bf16."""
+    if dtype == tl.bfloat16:
+        bits = values.to(tl.uint32, bitcast=True)
+        even = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+        rounded = even.to(tl.uint32).to(tl.float32, bitcast=True)
+        return tl.where(values == values, rounded, values)
+    return values.to(dtype).to(tl.float32)
+
+
 # fmt: off
 @triton.jit(do_not_specialize=["num_heads", "num_splits"])
 def combine_kernel(
@@ -182,8 +227,15 @@ def combine_kernel(
     head = row % num_heads
     splits = tl.arange(0, BLOCK_S)
     parts = (token * num_splits + splits) * num_heads + head
+    latents = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    mask = latents < LATENT_DIM
+    part_ptrs = part_out_ptr + parts[:, None] * LATENT_DIM + latents[None, :]
+    part_mask = (splits < num_splits)[:, None] & mask[None, :]
+    # Neither load waits for the other.
     part_lse = tl.load(part_lse_ptr + parts, mask=splits < num_splits, other=float("-inf"))
-    # NaN is not -inf: it is read, and reaches the result.
+    part_out = tl.load(part_ptrs, mask=part_mask, other=0.0)
+
+    # NaN is not -inf: it counts, and reaches the result.
     live = part_lse != float("-inf")
     highest = tl.max(part_lse, axis=0)
     shift = tl.where(highest == float("-inf"), 0.0, highest)
@@ -191,15 +243,8 @@ def combine_kernel(
     total = tl.sum(weights, axis=0)
     empty = total == 0.0
     total = tl.where(empty, 1.0, total)
-
-    latents = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    mask = latents < LATENT_DIM
-    part_out = tl.load(
-        part_out_ptr + parts[:, None] * LATENT_DIM + latents[None, :],
-        mask=live[:, None] & mask[None, :],
-        other=0.0,
-    )
-    out = tl.sum(part_out * weights[:, None], axis=0) / total
+    part_out = tl.where(live[:, None], part_out * weights[:, None], 0.0)
+    out = tl.sum(part_out, axis=0) / total
     tl.store(out_ptr + row * LATENT_DIM + latents, out.to(out_ptr.dtype.element_ty), mask=mask)
     if tl.program_id(1) == 0:
         tl.store(lse_ptr + row, tl.where(empty, float("-inf"), highest + tl.log(total)))
@@ -222,83 +267,110 @@ def launch(
     if lse.numel() == 0:
         return out, lse
 
-    rope_dim = head_dim - latent_dim
-    block_l = max(16, triton.next_power_of_2(latent_dim))
-    block_r = max(16, triton.next_power_of_2(rope_dim))
-    block_h, block_k, num_stages = _blocks(
-        capability(q.device), q.itemsize, num_heads, block_l, block_r
-    )
+    fp8 = kv_cache.dtype == torch.uint8
+    arch = capability(q.device)
+    if arch == 90 and not INTERPRETED and _sparse_mla_hopper.supported(q, kv_cache, latent_dim):
+        block_h, block_k = _sparse_mla_hopper.BLOCK_H, _sparse_mla_hopper.BLOCK_K
+        config = None
+    else:
+        block_l = max(128 if fp8 else 16, triton.next_power_of_2(latent_dim))
+        block_r = max(16, triton.next_power_of_2(head_dim - latent_dim))
+        config = _blocks(arch, q.itemsize, num_heads, block_l, block_r, fp8)
+        block_h, block_k, num_stages = config
     num_groups = triton.cdiv(num_heads, block_h)
     # One program fills a multiprocessor.
-    wanted = num_sms(q.device) // (num_tokens * num_groups)
-    num_splits, split_size = _splits(wanted, topk, block_k)
+    num_programs = num_sms(q.device)
+    num_splits, split_size = _splits(num_programs, num_tokens, num_heads, num_groups, topk, block_k)
     part_out, part_lse = out, lse
     if num_splits > 1:
         part_out = q.new_empty(num_tokens, num_splits, num_heads, latent_dim, dtype=torch.float32)
         part_lse = q.new_empty(num_tokens, num_splits, num_heads, dtype=torch.float32)
 
-    sparse_mla_decode_kernel[(num_tokens * num_splits * num_groups,)](
-        q, kv_cache, topk_indices, block_table, query_start_loc,
-        part_out, part_lse,
-        scale * math.log2(math.e),
-        block_table.shape[0], num_heads, num_blocks, block_table.shape[1],
-        topk, split_size, num_splits,
-        *q.stride(), kv_cache.stride(0), kv_cache.stride(1),
-        *topk_indices.stride(), *block_table.stride(), query_start_loc.stride(0),
-        LATENT_DIM=latent_dim, ROPE_DIM=rope_dim, BLOCK_SIZE=block_size,
-        BLOCK_L=block_l, BLOCK_R=block_r, BLOCK_H=block_h, BLOCK_K=block_k,
-        BLOCK_SCAN=BLOCK_SCAN, SPLIT=num_splits > 1, UPCAST=INTERPRETED,
-        num_warps=8, num_stages=num_stages,
-    )  # fmt: skip
+    if config is None:
+        _sparse_mla_hopper.launch(
+            q, kv_cache, topk_indices, block_table, query_start_loc, part_out, part_lse,
+            scale, split_size, num_splits, num_programs,
+        )  # fmt: skip
+    else:
+        if fp8 and arch >= 89 and not INTERPRETED:
+            kv_cache = kv_cache.view(torch.float8_e4m3fn)
+        sparse_mla_decode_kernel[(num_tokens * num_splits * num_groups,)](
+            q, kv_cache, topk_indices, block_table, query_start_loc,
+            part_out, part_lse,
+            scale * math.log2(math.e),
+            block_table.shape[0], num_heads, num_blocks, block_table.shape[1],
+            topk, split_size, num_splits,
+            *q.stride(), kv_cache.stride(0), kv_cache.stride(1),
+            *topk_indices.stride(), *block_table.stride(), query_start_loc.stride(0),
+            LATENT_DIM=latent_dim, ROPE_DIM=head_dim - latent_dim, BLOCK_SIZE=block_size,
+            BLOCK_L=block_l, BLOCK_R=block_r, BLOCK_H=block_h, BLOCK_K=block_k,
+            BLOCK_SCAN=BLOCK_SCAN, SPLIT=num_splits > 1, UPCAST=INTERPRETED, FP8=fp8,
+            num_warps=8, num_stages=num_stages,
+        )  # fmt: skip
     if num_splits > 1:
-        # Three sizes serve every number of splits.
-        block_s = next(size for size in (4, 16, 64) if size >= num_splits)
-        combine_kernel[(num_tokens * num_heads, triton.cdiv(latent_dim, BLOCK_D))](
+        # Few sizes serve every number of splits; a program reads 2048 numbers or fewer.
+        block_s = next(size for size in (2, 4, 8, 16, 32, 64) if size >= num_splits)
+        block_d = min(triton.next_power_of_2(latent_dim), 512, 2048 // block_s)
+        combine_kernel[(num_tokens * num_heads, triton.cdiv(latent_dim, block_d))](
             part_out, part_lse, out, lse,
             num_heads, num_splits,
-            LATENT_DIM=latent_dim, BLOCK_S=block_s, BLOCK_D=BLOCK_D,
-            num_warps=4,
+            LATENT_DIM=latent_dim, BLOCK_S=block_s, BLOCK_D=block_d, num_warps=4,
         )  # fmt: skip
     return out, lse
 
 
 def _blocks(
-    arch: int, itemsize: int, num_heads: int, block_l: int, block_r: int
+    arch: int, itemsize: int, num_heads: int, block_l: int, block_r: int, fp8: bool = False
 ) -> tuple[int, int, int]:
     """BLOCK_H, BLOCK_K and num_stages that fit into registers and shared memory.
 
-    16 and 32 heads go to mma.sync, whose loads keep ``num_stages - 1`` tiles of keys in shared
-    memory next to q; 64 heads go to wgmma or tcgen05, with ``num_stages`` tiles.
+    The tiles go to mma.sync, whose loads keep ``num_stages - 1`` tiles of keys in shared memory
+    next to q. More heads spill registers: 64 in any case, 32 where a tile of fp8 keys is decoded,
+    into another one of the dtype of q.
     """
     # 227 KB of shared memory a program on 9.x, 10.x and 11.x; 99 KB on 8.6, 8.9 and 12.x.
     roomy = arch // 10 in (9, 10, 11)
     budget = (216 if roomy else 96) << 10
     row = itemsize * (block_l + block_r)
     wide = block_l > 512
-    if num_heads <= 16 or itemsize == 4 or (wide and not roomy):
-        block_h = 16
-    elif num_heads <= 32 or wide or not roomy:
-        block_h = 32
-    else:
-        block_h = 64
+    few = itemsize == 4 or fp8 or (wide and not roomy)
+    block_h = 16 if num_heads <= 16 or few else 32
     if itemsize == 4 or (not roomy and (wide or block_h == 32)):
         block_k = 16
-    elif block_h == 64 or wide or not roomy:
+    elif wide or not roomy:
         block_k = 32
     else:
         block_k = 64
-    # tcgen05 takes another 64 KB: its accumulators pass through shared memory.
-    num_stages = 2 if block_h == 64 and arch >= 100 else 3
+    num_stages = 3
     while num_stages > 1:
-        tiles = num_stages if block_h == 64 else num_stages - 1
-        if (block_h + tiles * block_k) * row <= budget:
+        tiles = (num_stages - 1) * block_k
+        shared = tiles * (block_l + 4 * block_r) + block_k * row if fp8 else tiles * row
+        if block_h * row + shared <= budget:
             break
         num_stages -= 1
     return block_h, block_k, num_stages
 
 
-def _splits(wanted: int, topk: int, block_k: int) -> tuple[int, int]:
-    """The number of splits of a row, and the columns of each: whole tiles, none without one."""
-    wanted = max(1, min(wanted, topk // MIN_SPLIT, 64))
-    split_size = max(1, triton.cdiv(topk, wanted * block_k)) * block_k
-    return max(1, triton.cdiv(topk, split_size)), split_size
+def _splits(
+    num_programs: int, num_tokens: int, num_heads: int, num_groups: int, topk: int, block_k: int
+) -> tuple[int, int]:
+    """The number of splits of a row, and the columns of each: whole tiles, none without one.
+
+    The choice with the least estimated time. The unit is what a program takes for 64 keys; the
+    estimates are defaults.
+    """
+    tiles = max(1, triton.cdiv(topk, block_k))
+    best = (math.inf, 1, tiles)
+    for splits in range(1, min(64, max(1, topk // MIN_SPLIT)) + 1):
+        size = triton.cdiv(tiles, splits)
+        parts = triton.cdiv(tiles, size)
+        if parts != splits:
+            continue
+        turns = triton.cdiv(num_tokens * num_groups * parts, num_programs)
+        time = turns * (size * block_k / 64 + 2)
+        if parts > 1:
+            # A launch, and the parts are written and read once more.
+            time += 2 + num_tokens * num_heads * parts / 2048
+        if time < best[0]:
+            best = (time, parts, size)
+    return best[1], best[2] * block_k

@@ -34,9 +34,17 @@ def sparse_mla_decode(
     An index that is negative or past the table is skipped, wherever it stands in the row, and so
     is one whose block lies outside the cache; one that comes twice counts twice.
 
+    A cache of uint8 is one of fp8 keys, FlashMLA's layout: a key is ``latent_dim`` bytes of
+    float8_e4m3fn codes, one fp32 scale for each 128 of them, and its rotary part in bf16; with 512
+    + 64 dims, 656 bytes. Its latents are ``codes * scale``, and the whole key is rounded to the
+    dtype of q.
+
     Args:
         q: bf16, fp16 or fp32 [num_tokens, num_heads, head_dim]
-        kv_cache: the dtype of q, [num_blocks, block_size, head_dim], last stride 1
+        kv_cache: the dtype of q, [num_blocks, block_size, head_dim], or uint8 [num_blocks,
+            block_size, latent_dim + latent_dim / 128 * 4 + (head_dim - latent_dim) * 2], with a
+            latent_dim that is a multiple of 128, and with strides of whole 4 bytes between keys;
+            last stride 1
         topk_indices: int32 [num_tokens, topk], logical key positions; -1 is none
         block_table: int32 [num_reqs, max_blocks], physical block of each logical block
         query_start_loc: int32 [num_reqs + 1], first query token of each request
@@ -50,7 +58,7 @@ def sparse_mla_decode(
 
     Raises:
         TypeError: a dtype is not the one above
-        ValueError: shapes, devices or strides do not fit, or latent_dim is out of range
+        ValueError: shapes, devices, strides or alignment do not fit, or latent_dim is out of range
     """
     return _op(q, kv_cache, topk_indices, block_table, query_start_loc, scale, latent_dim)
 
@@ -65,12 +73,21 @@ def _check(
     latent_dim: int = 512,
 ) -> None:
     check_dtype("q", q, torch.bfloat16, torch.float16, torch.float32)
-    check_dtype("kv_cache", kv_cache, q.dtype)
+    check_dtype("kv_cache", kv_cache, q.dtype, torch.uint8)
     check_dtype("topk_indices", topk_indices, torch.int32)
     check_dtype("block_table", block_table, torch.int32)
     check_dtype("query_start_loc", query_start_loc, torch.int32)
     check_shape("q", q, num_tokens=None, num_heads=None, head_dim=None)
-    check_shape("kv_cache", kv_cache, num_blocks=None, block_size=None, head_dim=q.shape[2])
+    check_rule(
+        (latent_dim >= 1) & (latent_dim <= q.shape[2]),
+        "latent_dim",
+        f"be in 1 .. head_dim ({q.shape[2]})",
+        latent_dim,
+    )
+    if kv_cache.dtype == torch.uint8:
+        _check_fp8_cache(kv_cache, q.shape[2], latent_dim)
+    else:
+        check_shape("kv_cache", kv_cache, num_blocks=None, block_size=None, head_dim=q.shape[2])
     check_shape("topk_indices", topk_indices, num_tokens=q.shape[0], topk=None)
     check_shape("block_table", block_table, num_reqs=None, max_blocks=None)
     check_shape("query_start_loc", query_start_loc, num_reqs_plus_1=block_table.shape[0] + 1)
@@ -83,12 +100,6 @@ def _check(
         "have a stride of 1 in its last dim",
         kv_cache.stride(2),
     )
-    check_rule(
-        (latent_dim >= 1) & (latent_dim <= q.shape[2]),
-        "latent_dim",
-        f"be in 1 .. head_dim ({q.shape[2]})",
-        latent_dim,
-    )
     check_device(
         "q",
         q.device,
@@ -97,6 +108,43 @@ def _check(
         block_table=block_table,
         query_start_loc=query_start_loc,
     )
+
+
+def _check_fp8_cache(kv_cache: Tensor, head_dim: int, latent_dim: int) -> None:
+    """``kv_cache`` holds keys of these dims and can be read in words of 4 bytes."""
+    check_rule(
+        latent_dim % 128 == 0,
+        "latent_dim",
+        "be a multiple of 128 with a kv_cache of uint8, whose scales are for 128 latents each",
+        latent_dim,
+    )
+    key_bytes = latent_dim + latent_dim // 128 * 4 + (head_dim - latent_dim) * 2
+    check_shape("kv_cache", kv_cache, num_blocks=None, block_size=None, key_bytes=key_bytes)
+    for axis, name in enumerate(["block", "token"]):
+        check_rule(
+            (kv_cache.shape[axis] <= 1) | (kv_cache.stride(axis) % 4 == 0),
+            "kv_cache",
+            f"have a {name} stride that is a multiple of 4 bytes",
+            kv_cache.stride(axis),
+        )
+    check_rule(
+        kv_cache.storage_offset() % 4 == 0,
+        "kv_cache",
+        "have a storage offset that is a multiple of 4 bytes",
+        kv_cache.storage_offset(),
+    )
+
+
+def _keys(rows: Tensor, dtype: torch.dtype, latent_dim: int) -> Tensor:
+    """Rows of a cache as fp32 keys; those of an fp8 cache rounded to ``dtype``."""
+    if rows.dtype != torch.uint8:
+        return rows.float()
+    scales_end = latent_dim + latent_dim // 128 * 4
+    codes, scales, rope = rows.tensor_split([latent_dim, scales_end], dim=-1)
+    codes = codes.contiguous().view(torch.float8_e4m3fn).float()
+    latents = codes.unflatten(-1, (-1, 128)) * scales.contiguous().view(torch.float32).unsqueeze(-1)
+    rope = rope.contiguous().view(torch.bfloat16).float()
+    return torch.cat([latents.flatten(-2), rope], dim=-1).to(dtype).float()
 
 
 def _reference(
@@ -135,7 +183,7 @@ def _reference(
     for first in range(0, num_tokens, step):
         part = slice(first, first + step)
         # An absent key may hold NaN, and 0 * NaN is NaN.
-        keys = kv_cache[blocks[part], offsets[part]].float()
+        keys = _keys(kv_cache[blocks[part], offsets[part]], q.dtype, latent_dim)
         keys.masked_fill_(~valid[part].unsqueeze(2), 0)
         scores = torch.bmm(q[part].float(), keys.transpose(1, 2)) * scale
         scores.masked_fill_(~valid[part].unsqueeze(1), float("-inf"))

@@ -12,6 +12,7 @@ environment without TRITON_INTERPRET.
 """
 
 import concurrent.futures
+import functools
 import importlib
 import json
 import re
@@ -145,7 +146,9 @@ CASES += [
     )
     for name, width, topk in [
         ("indexer_topk", 33, 7),
-        ("indexer_topk, long rows", 65536, 4096),
+        ("indexer_topk, one block", 8192, 2048),
+        ("indexer_topk, long rows", 131072, 2048),
+        ("indexer_topk, long rows, the largest block", 65536, 4096),
         ("indexer_topk, a topk beyond a chunk", 131072, 9000),
     ]
 ]
@@ -160,10 +163,14 @@ def _sparse_mla(
     dtype: torch.dtype = torch.bfloat16,
     head_dim: int = 576,
     latent_dim: int = 512,
+    fp8: bool = False,
 ) -> dict[str, Any]:
+    key_bytes = latent_dim + latent_dim // 128 * 4 + (head_dim - latent_dim) * 2
     return {
         "q": meta(num_tokens, num_heads, head_dim, dtype=dtype),
-        "kv_cache": meta(4096, 64, head_dim, dtype=dtype),
+        "kv_cache": meta(4096, 64, key_bytes, dtype=torch.uint8)
+        if fp8
+        else meta(4096, 64, head_dim, dtype=dtype),
         "topk_indices": int32(num_tokens, 2048),
         "block_table": int32(8, 512),
         "query_start_loc": int32(9),
@@ -172,25 +179,36 @@ def _sparse_mla(
     }
 
 
+# On 9.0, models' sizes in half precision have a kernel of their own.
 CASES += [
-    Case("sparse_mla_decode", "sparse_mla_decode", lambda: _sparse_mla(8, 16)),
-    Case("sparse_mla_decode unsplit", "sparse_mla_decode", lambda: _sparse_mla(512, 16), (90,)),
-    Case("sparse_mla_decode 32 heads", "sparse_mla_decode", lambda: _sparse_mla(8, 32), (80, 90)),
     Case(
-        "sparse_mla_decode 128 heads", "sparse_mla_decode", lambda: _sparse_mla(8, 128), (90, 100)
-    ),
-    Case(
-        "sparse_mla_decode odd dims",
+        "sparse_mla_decode strided",
         "sparse_mla_decode",
-        lambda: _sparse_mla(8, 65, torch.float16, 12, 9),
+        lambda: {**_sparse_mla(8, 64), "q": meta(576, 64, 8, dtype=torch.bfloat16).transpose(0, 2)},
         (80, 90),
-    ),
+    )
+]
+
+CASES += [
     Case(
-        "sparse_mla_decode fp32",
+        f"sparse_mla_decode {name}",
         "sparse_mla_decode",
-        lambda: _sparse_mla(8, 64, torch.float32),
-        (90, 120),
-    ),
+        functools.partial(_sparse_mla, *args),
+        archs,
+    )
+    for name, args, archs in [
+        ("split", (8, 16), tuple(MAX_SHARED)),
+        ("unsplit", (512, 128), (80, 90, 100)),
+        ("fp16", (8, 64, torch.float16), (80, 90)),
+        ("odd dims", (8, 65, torch.float16, 12, 9), (80, 90)),
+        ("wide", (8, 32, torch.bfloat16, 1088, 1024), (80, 90)),
+        ("fp32", (8, 64, torch.float32), (90, 120)),
+        ("fp8", (8, 16, torch.bfloat16, 576, 512, True), tuple(MAX_SHARED)),
+        ("fp8, many heads", (8, 64, torch.bfloat16, 576, 512, True), (90,)),
+        ("fp8 unsplit", (512, 128, torch.bfloat16, 576, 512, True), (90, 100)),
+        ("fp8, fp16 queries", (8, 128, torch.float16, 576, 512, True), (80, 90)),
+        ("fp8, fp32 queries", (8, 128, torch.float32, 576, 512, True), (90, 120)),
+    ]
 ]
 
 
@@ -335,13 +353,23 @@ CASES += [
 
 CASES += [
     Case(
-        "indexer_logits, eight rows at once",
+        f"indexer_logits, eight rows at once, blocks of {block_size}",
         "indexer_logits",
-        lambda: {
-            **index_inputs(torch.float8_e4m3fn, 64, 128, 64, 64),
+        lambda block_size=block_size: {
+            **index_inputs(torch.float8_e4m3fn, 64, 128, block_size, 64),
             "block_table": int32(8, 1 << 16),
             "max_seq_len": 1 << 20,
         },
+        archs=(90,),
+    )
+    for block_size in (32, 64)
+]
+
+CASES += [
+    Case(
+        "indexer_select of fp8",
+        "indexer_select",
+        lambda: {**index_inputs(torch.float8_e4m3fn, 32, 128, 64, 16), "topk": 2048},
         archs=(90,),
     ),
     Case(

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from mtpgraph import ops
-from mtpgraph.kernels import sparse_mla_decode
-from mtpgraph.kernels.sparse_mla_decode import launch
+from mtpgraph.kernels import _sparse_mla_hopper, sparse_mla_decode
+from mtpgraph.kernels.sparse_mla_decode import _splits, launch
 
 from ..helpers import (
     TOLERANCES,
@@ -27,8 +27,10 @@ from ..ops.test_sparse_mla_decode import (
     LATENT_DIM,
     SCALE,
     Case,
+    fp8_keys,
     heads_apart,
     make_inputs,
+    numbers,
     oracle,
 )
 from .gpu import assert_replays
@@ -42,9 +44,12 @@ def splits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     many parts as it has tiles."""
     monkeypatch.setattr(sparse_mla_decode, "_blocks", lambda *sizes: (16, 16, 1))
     monkeypatch.setattr(sparse_mla_decode, "BLOCK_SCAN", 16)
-    monkeypatch.setattr(sparse_mla_decode, "MIN_SPLIT", 16)
-    sms = 1 if request.param == "one split" else 2**20
-    monkeypatch.setattr(sparse_mla_decode, "num_sms", lambda device: sms)
+    one = request.param == "one split"
+    monkeypatch.setattr(
+        sparse_mla_decode,
+        "_splits",
+        lambda *sizes: (1, 2**20) if one else (max(1, -(-sizes[4] // 16)), 16),
+    )
     return request.param
 
 
@@ -99,6 +104,43 @@ def test_sparse_mla_kernel_of_model_dims(device: str) -> None:
     assert_equals_float64(
         make_inputs(([1], [9], 0), head_dim=576, latent_dim=512, topk=70, device=device)[0]
     )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sparse_mla_kernel_of_an_fp8_cache(dtype: torch.dtype, device: str, splits: str) -> None:
+    """One group of 128 latents, and three, which are padded to four."""
+    for latent_dim, head_dim in ((128, 144), (384, 393)):
+        inputs, _ = make_inputs(
+            LONG, topk=40, dtype=dtype, fp8=True, head_dim=head_dim, latent_dim=latent_dim,
+            device=device,
+        )  # fmt: skip
+        assert_equals_float64(inputs)
+    pool = inputs["kv_cache"]
+    tokens = torch.cat([pool] * 2, dim=2)[:, :, : pool.shape[2]]
+    expected = launch(**inputs)
+    for kv_cache in (strided_pool(pool), tokens, heads_apart(pool)):
+        actual = launch(**{**inputs, "kv_cache": kv_cache})
+        for tensor, other in zip(actual, expected, strict=True):
+            assert_close(tensor, other)
+
+
+def test_sparse_mla_kernel_fp8_nan_reaches_only_rows_that_select_it(
+    device: str, splits: str
+) -> None:
+    inputs, batch = make_inputs(
+        ([1, 1], [40, 40], 0), topk=40, fp8=True, head_dim=136, latent_dim=128, device=device
+    )
+    expected = launch(**inputs)
+    clean = inputs["kv_cache"].clone()
+    index = int(inputs["topk_indices"][0, 20])
+    for where in (slice(77, 78), slice(128, 132), slice(140, 142)):
+        inputs["kv_cache"] = clean.clone()
+        inputs["kv_cache"][batch.blocks[0][index // 4], index % 4, where] = 0xFF
+        out, lse = launch(**inputs)
+        assert out[0].isnan().all()
+        assert lse[0].isnan().all()
+        assert_same_bits(out[1], expected[0][1])
+        assert_same_bits(lse[1], expected[1][1])
 
 
 def test_sparse_mla_kernel_skips_tiles_and_splits_without_a_key(device: str, splits: str) -> None:
@@ -241,12 +283,22 @@ def test_sparse_mla_kernel_of_an_empty_dim(empty: str, device: str) -> None:
 
 def test_sparse_mla_splits_cover_every_column_once() -> None:
     for topk in [0, 1, 15, 16, 17, 511, 512, 2048, 2049, 4096]:
-        for wanted in [0, 1, 2, 3, 5, 16, 33, 64, 132]:
+        for tokens, heads, groups in [(1, 1, 1), (1, 128, 2), (7, 64, 1), (64, 16, 1), (999, 8, 1)]:
             for block_k in (16, 32, 64):
-                num_splits, split_size = sparse_mla_decode._splits(wanted, topk, block_k)
-                assert 1 <= num_splits <= max(1, min(64, wanted))
+                num_splits, split_size = _splits(132, tokens, heads, groups, topk, block_k)
+                assert 1 <= num_splits <= max(1, min(64, topk // 64))
                 assert split_size % block_k == 0
                 assert (num_splits - 1) * split_size < max(1, topk) <= num_splits * split_size
+
+
+def test_sparse_mla_splits_fill_the_card() -> None:
+    """Few rows give work to all multiprocessors, many rows are not split."""
+    assert _splits(132, 1, 16, 1, 2048, 64) == (32, 64)
+    for tokens in (2, 4, 8, 16, 32, 64):
+        num_splits, _ = _splits(132, tokens, 16, 1, 2048, 64)
+        assert 64 <= tokens * num_splits <= 132
+    for tokens in (256, 512, 4096):
+        assert _splits(132, tokens, 128, 2, 2048, 64) == (1, 2048)
 
 
 def model_inputs(
@@ -256,6 +308,7 @@ def model_inputs(
     topk: int = 2048,
     dtype: torch.dtype = torch.bfloat16,
     max_query_len: int = 4,
+    fp8: bool = False,
 ) -> dict[str, Any]:
     """DeepSeek-V3.2's sizes: rows longer and shorter than topk, -1 behind or between the indices,
     padding requests and tokens; keys that no row may read are NaN."""
@@ -266,14 +319,14 @@ def model_inputs(
     starts = torch.cat([torch.zeros(1, dtype=torch.int64), query_lens.cumsum(0)])
     seq_lens = torch.randint(max_query_len, columns * block_size, (num_reqs,))
     seq_lens[(seed + 1) % num_reqs] = 300
-    kv_cache = nan_pool(num_reqs * columns + 3, block_size, 576, dtype=dtype, device="cuda")
+    pool_dtype, width = (torch.uint8, 656) if fp8 else (dtype, 576)
+    kv_cache = nan_pool(num_reqs * columns + 3, block_size, width, dtype=pool_dtype, device="cuda")
     table = torch.randperm(num_reqs * columns).view(num_reqs, columns)
     indices = torch.full((num_tokens, topk), -1)
     for request in range(num_reqs):
         used = -(-int(seq_lens[request]) // block_size)
-        kv_cache[table[request, :used].cuda()] = torch.randn(
-            used, block_size, 576, device="cuda"
-        ).to(dtype)
+        keys = torch.randn(used, block_size, 576, device="cuda")
+        kv_cache[table[request, :used].cuda()] = fp8_keys(keys) if fp8 else keys.to(dtype)
         table[request, used:] = 2**31 - 1
         for token in range(int(starts[request]), int(starts[request + 1])):
             chosen = torch.randperm(int(seq_lens[request]))[:topk]
@@ -292,7 +345,7 @@ def model_inputs(
 
 def reference64(inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """The op's formula in float64 on the card, a token at a time."""
-    q, latent_dim = inputs["q"].double(), inputs["latent_dim"]
+    q, latent_dim, dtype = inputs["q"].double(), inputs["latent_dim"], inputs["q"].dtype
     out = torch.zeros(*q.shape[:2], latent_dim, dtype=torch.float64, device="cuda")
     lse = torch.full(q.shape[:2], -math.inf, dtype=torch.float64, device="cuda")
     starts = inputs["query_start_loc"].tolist()
@@ -302,29 +355,73 @@ def reference64(inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
             index = index[index >= 0]
             if index.numel():
                 blocks = inputs["block_table"][request][index // 64].long()
-                keys = inputs["kv_cache"][blocks, index % 64].double()
+                keys = numbers(inputs["kv_cache"][blocks, index % 64], dtype, latent_dim).cuda()
                 scores = inputs["scale"] * q[token] @ keys.T
                 lse[token] = scores.logsumexp(1)
                 out[token] = scores.softmax(1) @ keys[:, :latent_dim]
     return out, lse
 
 
+@pytest.fixture(params=["chosen kernel", "portable kernel"])
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The kernel that the card gets, and the one that every card can have."""
+    if request.param == "portable kernel":
+        monkeypatch.setattr(_sparse_mla_hopper, "supported", lambda *inputs: False)
+    return request.param
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("num_heads", [1, 8, 16, 24, 32, 64, 128])
-def test_sparse_mla_on_the_card_equals_float64(num_heads: int, dtype: torch.dtype) -> None:
-    for num_reqs in (1, 7, 60):
-        inputs = model_inputs(num_heads, num_reqs, num_heads, dtype=dtype)
+@pytest.mark.parametrize("num_heads", [1, 16, 24, 64, 65, 128])
+@pytest.mark.parametrize("fp8", [False, True], ids=["cache of q", "fp8"])
+def test_sparse_mla_on_the_card_equals_float64(
+    fp8: bool, num_heads: int, dtype: torch.dtype, kernel: str
+) -> None:
+    for num_reqs in (1, 7, 40):
+        inputs = model_inputs(num_heads, num_reqs, num_heads, dtype=dtype, fp8=fp8)
         for actual, expected in zip(launch(**inputs), reference64(inputs), strict=True):
             assert_close(actual, expected)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("topk", [1, 63, 512, 1000, 4096])
-def test_sparse_mla_on_the_card_of_each_topk(topk: int) -> None:
-    inputs = model_inputs(topk, topk=topk)
+@pytest.mark.parametrize("fp8", [False, True], ids=["cache of q", "fp8"])
+def test_sparse_mla_on_the_card_of_each_topk(fp8: bool, topk: int, kernel: str) -> None:
+    inputs = model_inputs(topk, topk=topk, fp8=fp8)
     for actual, expected in zip(launch(**inputs), reference64(inputs), strict=True):
         assert_close(actual, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fp8", [False, True], ids=["cache of q", "fp8"])
+def test_sparse_mla_on_the_card_reads_strided_inputs(fp8: bool) -> None:
+    """Strides and addresses that 16 bytes divide, and others, which need the portable kernel."""
+    inputs = model_inputs(5, 3, 24, fp8=fp8)
+    expected = launch(**inputs)
+    pool, q = inputs["kv_cache"], inputs["q"]
+    wide = torch.cat([pool, pool], dim=2)
+    for kv_cache in (
+        strided_pool(pool),
+        strided_pool(pool, 4, 4),
+        wide[:, :, : pool.shape[2]],
+        heads_apart(pool),
+    ):
+        inputs["kv_cache"] = kv_cache
+        for other_q in (q, q.transpose(0, 1).contiguous().transpose(0, 1), q.mT.contiguous().mT):
+            inputs["q"] = other_q
+            for actual, other in zip(launch(**inputs), expected, strict=True):
+                assert_close(actual, other)
+
+
+@pytest.mark.gpu
+def test_sparse_mla_on_the_card_of_rows_without_keys_or_requests() -> None:
+    """No key at all, tokens of padding requests and trailing tokens, in each number of splits."""
+    for num_reqs in (1, 3, 100):
+        inputs = model_inputs(2, num_reqs, 64)
+        inputs["topk_indices"][::2] = -1
+        inputs["q"][int(inputs["query_start_loc"][-1]) :] = math.nan
+        for actual, expected in zip(launch(**inputs), reference64(inputs), strict=True):
+            assert_close(actual, expected)
 
 
 @pytest.mark.gpu
@@ -349,7 +446,9 @@ def test_sparse_mla_on_the_card_equals_random_batches() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("num_reqs", "num_heads"), [(1, 16), (5, 128), (100, 16)])
-def test_sparse_mla_replays(num_reqs: int, num_heads: int) -> None:
+@pytest.mark.parametrize("fp8", [False, True], ids=["cache of q", "fp8"])
+def test_sparse_mla_replays(fp8: bool, num_reqs: int, num_heads: int) -> None:
     assert_replays(
-        ops.sparse_mla_decode, [model_inputs(seed, num_reqs, num_heads) for seed in range(3)]
+        ops.sparse_mla_decode,
+        [model_inputs(seed, num_reqs, num_heads, fp8=fp8) for seed in range(3)],
     )

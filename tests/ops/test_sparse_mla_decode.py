@@ -34,6 +34,8 @@ SCALE = 0.3
 Case = tuple[list[int], list[int], int]
 RAGGED: Case = ([1, 3, 0, 5], [7, 3, 0, 11], 2)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# latents of an fp8 cache come in groups of 128
+FP8_DIMS = {"head_dim": 264, "latent_dim": 256}
 
 
 def make_inputs(
@@ -45,6 +47,7 @@ def make_inputs(
     head_dim: int = HEAD_DIM,
     latent_dim: int = LATENT_DIM,
     block_size: int = BLOCK_SIZE,
+    fp8: bool = False,
     device: str = "cpu",
 ) -> tuple[dict[str, Any], Batch]:
     """Each row selects keys that it sees, in any order, with -1 between them.
@@ -52,7 +55,11 @@ def make_inputs(
     Keys that no row selects, and all other memory of the cache, are NaN.
     """
     batch = make_batch(*case[:2], block_size, trailing=case[2], device=device)
-    kv_cache = nan_pool(batch.num_blocks, block_size, head_dim, dtype=dtype)
+    if fp8:
+        key_bytes = latent_dim + latent_dim // 128 * 4 + (head_dim - latent_dim) * 2
+        kv_cache = nan_pool(batch.num_blocks, block_size, key_bytes, dtype=torch.uint8)
+    else:
+        kv_cache = nan_pool(batch.num_blocks, block_size, head_dim, dtype=dtype)
     indices = torch.full((batch.num_tokens, topk), -1, dtype=torch.int32)
     for token, (request, row_len) in enumerate(batch.rows):
         chosen = torch.randperm(row_len)[:topk].tolist()
@@ -60,7 +67,9 @@ def make_inputs(
         for column, position in zip(columns, chosen, strict=True):
             indices[token, column] = position
             block = batch.blocks[request][position // block_size]
-            kv_cache[block, position % block_size] = torch.randn(head_dim).to(dtype)
+            key = torch.randn(head_dim)
+            row = fp8_keys(key, latent_dim) if fp8 else key.to(dtype)
+            kv_cache[block, position % block_size] = row
     inputs = {
         "q": torch.randn(batch.num_tokens, num_heads, head_dim).to(device, dtype),
         "kv_cache": kv_cache.to(device),
@@ -71,6 +80,31 @@ def make_inputs(
         "latent_dim": latent_dim,
     }
     return inputs, batch
+
+
+def fp8_keys(keys: Tensor, latent_dim: int = 512) -> Tensor:
+    """Rows of an fp8 cache: [..., head_dim] to uint8 [..., key_bytes]."""
+    latents = keys[..., :latent_dim].float().unflatten(-1, (-1, 128))
+    scales = latents.abs().amax(-1, keepdim=True).clamp(min=1e-4) / 448
+    codes = (latents / scales).to(torch.float8_e4m3fn).flatten(-2)
+    parts = [codes, scales.squeeze(-1), keys[..., latent_dim:].bfloat16()]
+    return torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=-1)
+
+
+def numbers(rows: Tensor, dtype: torch.dtype, latent_dim: int) -> Tensor:
+    """The keys of a cache in float64, each number of an fp8 key on its own."""
+    if rows.dtype != torch.uint8:
+        return rows.double().cpu()
+    rows = rows.cpu()
+    groups = latent_dim // 128
+    parts = []
+    for group in range(groups):
+        codes = rows[..., 128 * group : 128 * group + 128].contiguous().view(torch.float8_e4m3fn)
+        first = latent_dim + 4 * group
+        scale = rows[..., first : first + 4].contiguous().view(torch.float32)
+        parts.append(codes.float() * scale)
+    rope = rows[..., latent_dim + 4 * groups :].contiguous().view(torch.bfloat16)
+    return torch.cat([*parts, rope.float()], dim=-1).to(dtype).double()
 
 
 def oracle(
@@ -87,7 +121,8 @@ def oracle(
     num_blocks, block_size, _ = kv_cache.shape
     out = torch.zeros(num_tokens, num_heads, latent_dim, dtype=torch.float64)
     lse = torch.full((num_tokens, num_heads), -math.inf, dtype=torch.float64)
-    q, kv_cache, table = q.double().cpu(), kv_cache.double().cpu(), block_table.tolist()
+    kv_cache = numbers(kv_cache, q.dtype, latent_dim)
+    q, table = q.double().cpu(), block_table.tolist()
     starts = query_start_loc.tolist()
     for request, row in enumerate(table):
         for token in range(starts[request], starts[request + 1]):
@@ -156,6 +191,65 @@ def test_sparse_mla_decode_of_other_sizes(
         device=device,
     )
     assert_equals_float64(inputs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sparse_mla_decode_of_an_fp8_cache(dtype: torch.dtype, device: str) -> None:
+    assert_equals_float64(make_inputs(dtype=dtype, fp8=True, **FP8_DIMS, device=device)[0])
+    for dims in ({"head_dim": 576, "latent_dim": 512}, {"head_dim": 128, "latent_dim": 128}):
+        inputs, _ = make_inputs(([2], [9], 1), dtype=dtype, fp8=True, **dims, device=device)
+        assert_equals_float64(inputs)
+
+
+def test_sparse_mla_decode_fp8_key_is_codes_times_scale() -> None:
+    """By hand, from the bytes: 656 of a key with 512 + 64 dims."""
+    row = torch.zeros(656, dtype=torch.uint8)
+    row[[0, 127, 128, 511]] = torch.tensor([0x38, 0xC0, 0x7E, 0x01], dtype=torch.uint8)
+    row[512:528] = torch.tensor([2.0, 0.5, 8.0, 1024.0]).view(torch.uint8)
+    row[528:] = torch.arange(64).bfloat16().view(torch.uint8)
+    inputs = {
+        "q": torch.zeros(1, 1, 576),
+        "kv_cache": row.view(1, 1, 656),
+        "topk_indices": torch.zeros(1, 1, dtype=torch.int32),
+        "block_table": torch.zeros(1, 1, dtype=torch.int32),
+        "query_start_loc": torch.tensor([0, 1], dtype=torch.int32),
+        "scale": 1.0,
+    }
+    out, lse = ops.sparse_mla_decode(**inputs)
+    expected = torch.zeros(512)
+    expected[[0, 127, 128, 511]] = torch.tensor([2.0, -4.0, 224.0, 2.0])
+    assert torch.equal(out[0, 0], expected)
+    assert lse.item() == 0
+    inputs["q"][0, 0, [127, 512 + 63]] = torch.tensor([1.0, 0.5])
+    assert ops.sparse_mla_decode(**inputs)[1].item() == -4.0 + 63 / 2
+
+
+def test_sparse_mla_decode_fp8_nan_reaches_only_rows_that_select_it(device: str) -> None:
+    """A code, a scale or a rotary dim that is NaN."""
+    inputs, batch = make_inputs(
+        ([1, 1], [5, 5], 0), topk=5, fp8=True, head_dim=136, latent_dim=128, device=device
+    )
+    expected = ops.sparse_mla_decode(**inputs)
+    clean = inputs["kv_cache"].clone()
+    for where in (slice(77, 78), slice(128, 132), slice(140, 142)):
+        inputs["kv_cache"] = clean.clone()
+        inputs["kv_cache"][batch.blocks[0][0], 1, where] = 0xFF
+        out, lse = ops.sparse_mla_decode(**inputs)
+        assert out[0].isnan().all()
+        assert lse[0].isnan().all()
+        assert_close(out[1], expected[0][1])
+        assert_close(lse[1], expected[1][1])
+
+
+def test_sparse_mla_decode_reads_a_strided_fp8_cache(device: str) -> None:
+    inputs, _ = make_inputs(fp8=True, **FP8_DIMS, device=device)
+    expected = ops.sparse_mla_decode(**inputs)
+    pool = inputs["kv_cache"]
+    tokens = torch.cat([pool] * 2, dim=2)[:, :, : pool.shape[2]]
+    for kv_cache in (strided_pool(pool), tokens, heads_apart(pool), huge_rows(pool)):
+        actual = ops.sparse_mla_decode(**{**inputs, "kv_cache": kv_cache})
+        for tensor, other in zip(actual, expected, strict=True):
+            assert_close(tensor, other)
 
 
 def test_sparse_mla_decode_latent_dim_is_512_unless_told() -> None:
@@ -342,7 +436,7 @@ def test_sparse_mla_decode_of_empty_inputs(name: str, device: str) -> None:
         (
             {"kv_cache": torch.zeros(9, BLOCK_SIZE, HEAD_DIM, dtype=torch.bfloat16)},
             TypeError,
-            "kv_cache must have dtype torch.float32, got torch.bfloat16",
+            "kv_cache must have dtype torch.float32 or torch.uint8, got torch.bfloat16",
         ),
         (
             {"topk_indices": torch.zeros(11, 5, dtype=torch.int64)},
@@ -417,6 +511,50 @@ def test_sparse_mla_decode_refuses(
     assert_refused(ops.sparse_mla_decode, {**make_inputs()[0], **changes}, error, match)
 
 
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        (
+            {"kv_cache": torch.zeros(9, BLOCK_SIZE, 279, dtype=torch.uint8)},
+            r"kv_cache must have shape \[.*, block_size, key_bytes=280\], got \[9, 4, 279\]",
+        ),
+        (
+            {"kv_cache": torch.zeros(9, BLOCK_SIZE, 264, dtype=torch.uint8)},
+            r"kv_cache must have shape \[.*, block_size, key_bytes=280\], got \[9, 4, 264\]",
+        ),
+        (
+            {"latent_dim": 192},
+            "latent_dim must be a multiple of 128 with a kv_cache of uint8, whose scales are for "
+            "128 latents each, got 192",
+        ),
+        ({"latent_dim": 0}, r"latent_dim must be in 1 .. head_dim \(264\), got 0"),
+        (
+            {"kv_cache": torch.zeros(9, BLOCK_SIZE, 282, dtype=torch.uint8)[:, :, :280]},
+            "kv_cache must have a token stride that is a multiple of 4 bytes, got 282",
+        ),
+        (
+            {"kv_cache": torch.zeros(9, 1122, dtype=torch.uint8)[:, :1120].unflatten(1, (4, 280))},
+            "kv_cache must have a block stride that is a multiple of 4 bytes, got 1122",
+        ),
+        (
+            {
+                "kv_cache": torch.zeros(10, BLOCK_SIZE, 280, dtype=torch.uint8)
+                .flatten()[2:-1118]
+                .view(9, 4, 280)
+            },
+            "kv_cache must have a storage offset that is a multiple of 4 bytes, got 2",
+        ),
+        (
+            {"kv_cache": torch.zeros(9, 280, BLOCK_SIZE, dtype=torch.uint8).transpose(1, 2)},
+            "kv_cache must have a (token stride that is|stride of 1 in its last dim)",
+        ),
+    ],
+)
+def test_sparse_mla_decode_refuses_an_fp8_cache(changes: dict[str, Any], match: str) -> None:
+    inputs, _ = make_inputs(fp8=True, **FP8_DIMS)
+    assert_refused(ops.sparse_mla_decode, {**inputs, **changes}, ValueError, match)
+
+
 @pytest.mark.parametrize("name", ["q", "kv_cache"])
 def test_sparse_mla_decode_refuses_grad(name: str) -> None:
     assert_refuses_grad(ops.sparse_mla_decode, make_inputs()[0], name)
@@ -429,6 +567,7 @@ def test_sparse_mla_decode_opcheck() -> None:
         inputs,
         make_inputs(([1], [9], 0), dtype=torch.bfloat16)[0],
         make_inputs(([], [], 2))[0],
+        make_inputs(fp8=True, **FP8_DIMS)[0],
         {
             **inputs,
             "q": inputs["q"].transpose(0, 2).contiguous().transpose(0, 2),
@@ -437,11 +576,13 @@ def test_sparse_mla_decode_opcheck() -> None:
     )
 
 
-def test_sparse_mla_decode_compiled_equals_eager() -> None:
+@pytest.mark.parametrize("fp8", [False, True], ids=["cache of q", "fp8"])
+def test_sparse_mla_decode_compiled_equals_eager(fp8: bool) -> None:
+    more: dict[str, Any] = {"num_heads": 8, "fp8": fp8, **(FP8_DIMS if fp8 else {})}
     assert_compiled_equals_eager(
         ops.sparse_mla_decode,
         [
-            lambda: make_inputs(([1, 3, 0], [7, 3, 0], 3), num_heads=8, topk=10)[0],
-            lambda: make_inputs(([2] * 5, [4, 29, 5, 2, 2], 4), num_heads=8, topk=11)[0],
+            lambda: make_inputs(([1, 3, 0], [7, 3, 0], 3), topk=10, **more)[0],
+            lambda: make_inputs(([2] * 5, [4, 29, 5, 2, 2], 4), topk=11, **more)[0],
         ],
     )
