@@ -78,8 +78,8 @@ MAX_SLICES = 128
 SAMPLED = 40
 SHORTEST_SAMPLE = 2048
 LONGEST_SAMPLE = 8192
-# The second launch may begin before the first has ended, and waits for it on the card.
-OVERLAP = True
+# Whether the second launch may begin before the first has ended, and wait for it on the card.
+OVERLAP = False
 
 
 class Plan(NamedTuple):
