@@ -20,6 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ._quantise import quantise
+
 
 # fmt: off
 @triton.jit(do_not_specialize=["num_slots"])
@@ -40,40 +42,12 @@ def indexer_cache_write_kernel(
     offsets = dims.to(tl.int64) * k_dim_stride
     k = tl.load(k_ptr + token * k_token_stride + offsets, mask=mask, other=0.0).to(tl.float32)
 
-    # Magnitudes order as their bits do, infinities and NaN above all numbers.
-    magnitude = k.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    largest = tl.max(magnitude, axis=0)
-    finite = largest < 0x7F800000
-    amax = tl.where(finite, largest, 0).to(tl.float32, bitcast=True)
-    scale = tl.div_rn(tl.maximum(amax, 1e-4), 448.0)
-    if POWER_OF_TWO_SCALE:
-        # Add all mantissa bits, then clear them: exact, and powers of two stay as they are.
-        bits = (scale.to(tl.int32, bitcast=True) + 0x007FFFFF) & 0x7F800000
-        scale = bits.to(tl.float32, bitcast=True)
-    codes = tl.where(finite, _e4m3(tl.div_rn(k, scale)), 0x7F)
-    scale_bits = tl.where(finite, scale.to(tl.int32, bitcast=True), 0x7FC00000)
-
+    codes, scale = quantise(k, POWER_OF_TWO_SCALE)
     block_ptr = k_cache_ptr + slot // BLOCK_SIZE * cache_block_stride
     offset = slot % BLOCK_SIZE
     tl.store(block_ptr + offset * HEAD_DIM + dims, codes.to(tl.uint8), mask=mask)
     scales_ptr = (block_ptr + BLOCK_SIZE * HEAD_DIM).to(tl.pointer_type(tl.int32))
-    tl.store(scales_ptr + offset, scale_bits)
-
-
-@triton.jit
-def _e4m3(x):
-    """The e4m3 code of each number, clamped to +-448 and rounded to nearest even, in int32."""
-    bits = x.to(tl.int32, bitcast=True)
-    sign = (bits >> 24) & 0x80
-    magnitude = tl.minimum((bits & 0x7FFFFFFF).to(tl.float32, bitcast=True), 448.0)
-    bits = magnitude.to(tl.int32, bitcast=True)
-    # 20 mantissa bits go: add half of the last one kept, less one where that one is even. A carry
-    # runs on into the exponent, whose bias goes from 127 to 7.
-    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
-    # Below 2**-6 codes are multiples of 2**-9, and so are the numbers around 2**14: the addition
-    # rounds.
-    subnormal = (magnitude + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
-    return sign | tl.where(magnitude < 0.015625, subnormal, normal)
+    tl.store(scales_ptr + offset, scale)
 
 
 def launch(

@@ -5,11 +5,8 @@ from torch import Tensor
 
 from ._checks import check_device, check_dtype, check_rule, check_shape, check_writable
 from ._index_cache import check_index_cache, code_bytes, index_block_size, scale_bytes
+from ._quantise import quantise
 from ._register import register
-
-# Keeps the scale of an all-zero key finite. DeepGEMM and vLLM use the same floor.
-_MIN_AMAX = 1e-4
-_FP8_MAX = 448.0
 
 
 def indexer_cache_write_(
@@ -63,27 +60,11 @@ def _reference(
     head_dim = k.shape[1]
     block_size = index_block_size(k_cache, head_dim)
     stored = (slot_mapping >= 0) & (slot_mapping < k_cache.shape[0] * block_size)
-    codes, scales = _quantise(k[stored], power_of_two_scale)
+    codes, scales = quantise(k[stored], power_of_two_scale)
     slots = slot_mapping[stored]
     blocks, offsets = slots // block_size, slots % block_size
-    code_bytes(k_cache, head_dim)[blocks, offsets] = codes.view(torch.uint8)
+    code_bytes(k_cache, head_dim)[blocks, offsets] = codes
     scale_bytes(k_cache, head_dim)[blocks, offsets] = scales.view(torch.uint8)
-
-
-def _quantise(k: Tensor, power_of_two_scale: bool) -> tuple[Tensor, Tensor]:
-    k = k.float()
-    amax = k.abs().amax(dim=1, keepdim=True).clamp_min(_MIN_AMAX)
-    # Divided by a tensor: on a GPU, dividing by a number multiplies by its reciprocal.
-    scales = amax / torch.full_like(amax, _FP8_MAX)
-    if power_of_two_scale:
-        # Add all mantissa bits, then clear them: exact, and powers of two stay as they are.
-        bits = (scales.view(torch.int32) + 0x007FFFFF) & 0x7F800000
-        scales = torch.where(scales.isfinite(), bits.view(torch.float32), scales)
-    scales = scales.masked_fill(~scales.isfinite(), float("nan"))
-    codes = (k / scales).clamp(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn)
-    # The sign of a NaN would depend on the device: one byte for all.
-    codes = codes.view(torch.uint8).masked_fill(scales.isnan(), 0x7F)
-    return codes, scales
 
 
 def _fake(

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from ._checks import check_device, check_dtype, check_rule, check_shape
+from ._fp8_kv_cache import check_fp8_kv_cache
 from ._register import register
 from ._rows import rows_of, token_requests
 
@@ -85,7 +86,7 @@ def _check(
         latent_dim,
     )
     if kv_cache.dtype == torch.uint8:
-        _check_fp8_cache(kv_cache, q.shape[2], latent_dim)
+        check_fp8_kv_cache(kv_cache, q.shape[2], latent_dim)
     else:
         check_shape("kv_cache", kv_cache, num_blocks=None, block_size=None, head_dim=q.shape[2])
     check_shape("topk_indices", topk_indices, num_tokens=q.shape[0], topk=None)
@@ -107,31 +108,6 @@ def _check(
         topk_indices=topk_indices,
         block_table=block_table,
         query_start_loc=query_start_loc,
-    )
-
-
-def _check_fp8_cache(kv_cache: Tensor, head_dim: int, latent_dim: int) -> None:
-    """``kv_cache`` holds keys of these dims and can be read in words of 4 bytes."""
-    check_rule(
-        latent_dim % 128 == 0,
-        "latent_dim",
-        "be a multiple of 128 with a kv_cache of uint8, whose scales are for 128 latents each",
-        latent_dim,
-    )
-    key_bytes = latent_dim + latent_dim // 128 * 4 + (head_dim - latent_dim) * 2
-    check_shape("kv_cache", kv_cache, num_blocks=None, block_size=None, key_bytes=key_bytes)
-    for axis, name in enumerate(["block", "token"]):
-        check_rule(
-            (kv_cache.shape[axis] <= 1) | (kv_cache.stride(axis) % 4 == 0),
-            "kv_cache",
-            f"have a {name} stride that is a multiple of 4 bytes",
-            kv_cache.stride(axis),
-        )
-    check_rule(
-        kv_cache.storage_offset() % 4 == 0,
-        "kv_cache",
-        "have a storage offset that is a multiple of 4 bytes",
-        kv_cache.storage_offset(),
     )
 
 

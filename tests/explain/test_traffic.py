@@ -148,6 +148,9 @@ def test_traffic_of_cache_writes() -> None:
     kv = torch.randn(BLOCKS, BLOCK, HEAD_DIM)
     op = moved(ops.kv_cache_write_, k, slots, kv)
     assert (op.read, op.written, op.at_most) == (3 * HEAD_DIM * 4 + 24, 3 * HEAD_DIM * 4, True)
+    fp8 = torch.zeros(BLOCKS, BLOCK, 656, dtype=torch.uint8)
+    op = moved(ops.kv_cache_write_, torch.randn(3, 576), slots, fp8)
+    assert (op.read, op.written, op.at_most) == (3 * 576 * 4 + 24, 3 * 656, True)
 
 
 @pytest.mark.parametrize(("per_token", "stores"), [(False, 2), (True, 3)])

@@ -90,6 +90,18 @@ CASES += [
             "kv_cache": meta(4096, 64, 576, dtype=torch.bfloat16),
         },
     ),
+    *[
+        Case(
+            f"kv_cache_write fp8 {dtype}",
+            "kv_cache_write",
+            lambda dtype=dtype: {
+                "kv": meta(17, 576, dtype=dtype),
+                "slot_mapping": meta(17, dtype=torch.int64),
+                "kv_cache": meta(4096, 64, 656, dtype=torch.uint8),
+            },
+        )
+        for dtype in (torch.bfloat16, torch.float16, torch.float32)
+    ],
     Case(
         "copy_inputs",
         "copy_inputs",

@@ -27,7 +27,8 @@ def _indexer_cache_write(
 
 
 def _kv_cache_write(kv: Any, slot_mapping: Any, kv_cache: Any, outputs: int) -> tuple:
-    return _flat(kv, slot_mapping), kv.nbytes, True
+    row = kv_cache.sizes[2] * kv_cache.itemsize
+    return _flat(kv, slot_mapping), kv.sizes[0] * row, True
 
 
 def _keys(query_start_loc: Any, seq_lens: Any, max_seq_len: int) -> tuple[int, bool]:
