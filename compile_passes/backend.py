@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from . import PASSES, _compat
 from ._nodes import UNKNOWN, mutated, overlap, storages, written
 from .capture import device_of
+from .find_mutation_hazards import remove_snapshots
 from .graph_pass import PassManager
 from .graphed_callable import GraphedCallable
 from .options import Options
@@ -111,6 +112,9 @@ def _refuse(findings: Sequence[Finding], options: Options, whole: bool) -> None:
 
 
 def _run_eager(gm: fx.GraphModule, _: Sequence[Any], __: bytes) -> Callable[..., Any]:
+    # every call runs where it stands, into memory of its own: nothing is read late
+    if remove_snapshots(gm.graph):
+        gm.recompile()
     return gm.forward
 
 

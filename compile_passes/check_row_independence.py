@@ -23,7 +23,7 @@ from .choose_pads import choose_pads
 from .pad_flow import PadFlow, Problem
 from .report import name_of, note
 from .roles import Contradiction, Roles, find_roles, roots_of
-from .row_effects import Mixed
+from .row_effects import Mixed, index_write
 from .row_rules import numbers_that_grow, rule_of
 from .row_writes import Memory
 from .rows import Call, Trace, input_name, is_symbolic, record
@@ -61,7 +61,10 @@ def find_mixed(trace: Trace, roles: Roles, flow: PadFlow) -> Iterator[Problem]:
     for call in trace.calls:
         facts = facts_of(call.op) if call.op is not None else None
         yield from _fixed_sizes(call, roles)
-        if memory.concerns(call):
+        writes = list(memory.check_writes(call, facts))
+        # which memory a scatter writes to says more than that it is one
+        scatter = rule_of(call) is index_write and bool(writes)
+        if memory.concerns(call) and not scatter:
             found = (
                 _check_rule(call, roles, flow)
                 if facts is None
@@ -71,7 +74,7 @@ def find_mixed(trace: Trace, roles: Roles, flow: PadFlow) -> Iterator[Problem]:
                 if problem.kind == "batch size as value":
                     told.add(problem.node)
                 yield problem
-        yield from memory.check_writes(call, facts)
+        yield from writes
         memory.follow(call)
     for problem in sizes_as_values(trace, roles):
         if problem.node not in told:
@@ -135,7 +138,6 @@ def _check_declared(call: Call, facts: Facts, roles: Roles) -> Iterator[Problem]
     if not facts.row_independent:
         yield problem("rows mixed", f"{name} is declared, but not as row_independent")
         return
-    complete = call.op.namespace == "mtpgraph" and bool(facts.rows)
     loose: set[sympy.Expr] = set()
     for argument, value in call.values.items():
         rows = facts.rows.get(argument)
@@ -151,7 +153,7 @@ def _check_declared(call: Call, facts: Facts, roles: Roles) -> Iterator[Problem]
             dims = roles.dims(tensor)
             if dims and rows is None:
                 loose.add(roles.size(tensor.shape[dims[0]]))
-            if not dims or dims == ((rows.dim,) if rows else (() if complete else (0,))):
+            if not dims or dims == ((rows.dim,) if rows else (() if facts.complete else (0,))):
                 continue
             yield problem(
                 "rows mixed",
@@ -159,7 +161,7 @@ def _check_declared(call: Call, facts: Facts, roles: Roles) -> Iterator[Problem]
                 "is not declared to keep rows apart",
             )
     written = {id(tensor) for tensor in call.written()}
-    if complete:
+    if facts.complete:
         return
     counts = {root.count for root in roots_of(call)} | loose
     if len(counts) > 1 and loose:

@@ -39,11 +39,34 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx
-from torch._ops import HigherOrderOperator, OpOverloadPacket
 
 from ..ops import snapshot as _registers_the_op  # noqa: F401
 from ._compat import example_value, has_example_value, user_frame
-from ._nodes import UNKNOWN, mutated, named_in_place, nodes_in, op_of, storages
+from ._hazard_effects import (
+    SHAPED_LIKE,
+    changes_nothing,
+    copied_by,
+    copies_into,
+    effect_of,
+    is_base,
+    is_copy,
+    is_product,
+    is_reinterpreted,
+    is_scatter,
+    left_equal_to,
+    name_called,
+    op_targets,
+    op_writes,
+    operands_of,
+    replace_taken,
+    scattered_over,
+    stores_elsewhere,
+    taken_by,
+    targets_at_risk,
+    targets_of,
+    view_chain,
+)
+from ._nodes import UNKNOWN, mutated, nodes_in, storages
 from .report import name_of, note
 
 _ops = torch.ops.mtpgraph
@@ -60,13 +83,27 @@ def find_mutation_hazards(graph: fx.Graph) -> int:
         settled: set[int] = set()
         for hazard in hazards:
             node = hazard.place.node
-            filled = _targets(node) if hazard.place.of_operands else [node]
+            filled = targets_of(node) if hazard.place.of_operands else [node]
             # a second snapshot for the same memory may not be needed after the first
             if hazard.place not in cut and not memory.of_all(filled) & settled:
                 settled |= memory.of_all(filled)
                 cut.add(hazard.place)
                 count += _insert(graph, hazard, memory)
     return count
+
+
+def remove_snapshots(graph: fx.Graph) -> int:
+    """Take out what the pass put in, for an engine that runs calls in order; returns how many."""
+    snapshots = graph.find_nodes(op="call_function", target=_ops.snapshot.default)
+    # a call of the user's own stays
+    inserted = [node for node in snapshots if node.meta.get(_INSERTED)]
+    for node in inserted:
+        node.replace_all_uses_with(node.args[0])
+        graph.erase_node(node)
+    return len(inserted)
+
+
+_INSERTED = "mtpgraph_inserted"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,15 +158,15 @@ def _insert(graph: fx.Graph, hazard: _Hazard, memory: "_Storages") -> int:
     node = hazard.place.node
     if hazard.place.of_operands:
         targets = (
-            [o for o in _operands(node) if memory.may_hold(o, hazard.sources)]
+            [o for o in operands_of(node) if memory.may_hold(o, hazard.sources)]
             if hazard.form in ("late read", "own operand")
-            else [*_copies_into(node)[0], *_scattered_over(node)]
+            else [*copies_into(node)[0], *scattered_over(node)]
         )
         copies = {}
         for value in targets:
             with graph.inserting_before(node):
                 copies[value] = _snapshot(graph, value, node)
-        _replace_taken(node, copies)
+        replace_taken(node, copies)
     else:
         targets = _results(node)
         for value in targets:
@@ -152,6 +189,7 @@ def _snapshot(graph: fx.Graph, value: fx.Node, line: fx.Node) -> fx.Node:
     copy = graph.call_function(_ops.snapshot.default, (value,))
     copy.meta.update(value.meta)
     copy.meta["example_value"] = torch.empty_like(example_value(value))
+    copy.meta[_INSERTED] = True
     if "stack_trace" in line.meta:
         copy.meta["stack_trace"] = line.meta["stack_trace"]
     return copy
@@ -168,17 +206,6 @@ def _results(node: fx.Node) -> list[fx.Node]:
         return [node]
     items = [user for user in node.users if user.target is operator.getitem]
     return [item for item in items if isinstance(example_value(item), Tensor)]
-
-
-def _operands(node: fx.Node) -> list[fx.Node]:
-    """The tensors that a write takes, apart from those that it writes."""
-    copies = _name(node) in ("copy_", "setitem")
-    targets = set() if copies else set(_targets(node))
-    return [
-        source
-        for source in dict.fromkeys(nodes_in(_taken(node)))
-        if source not in targets and isinstance(example_value(source), Tensor)
-    ]
 
 
 class _Storages:
@@ -251,13 +278,13 @@ class _Scan:
 
     def hazards(self) -> list[_Hazard]:
         """The snapshots that are needed first; those behind them may then not be."""
-        effects = {node: _effect(node) for node in self.nodes}
+        effects = {node: effect_of(node) for node in self.nodes}
         if not any(effect in ("write", "op") for effect in effects.values()) and not any(
-            _copied(node)[1] for node in self.nodes
+            copied_by(node)[1] for node in self.nodes
         ):
             return []
         self.at_risk = self.memory.of_all(
-            target for node, effect in effects.items() for target in _targets_at_risk(node, effect)
+            target for node, effect in effects.items() for target in targets_at_risk(node, effect)
         )
         self._find_uses(effects)
         visit = {
@@ -287,9 +314,9 @@ class _Scan:
             given = self.memory.of_all(node.all_input_nodes)
             made = self.memory.of(node) - given
             if effects[node] == "write":
-                made |= self.memory.of_all(_targets(node))
+                made |= self.memory.of_all(targets_of(node))
             order = float(self.order[node])
-            if effects[node] not in ("value", "write", "op") or _op_writes(node, effects[node]):
+            if effects[node] not in ("value", "write", "op") or op_writes(node, effects[node]):
                 self.pinned[node] = order, order
             else:
                 spans = [self.pinned[user] for storage in made for user in self.uses[storage]]
@@ -336,12 +363,12 @@ class _Scan:
         if not fresh:
             return
         place = _Place(node, False)
-        settled = _is_product(node) or _name(node) in _SHAPED_LIKE or place in self.cut
+        settled = is_product(node) or name_called(node) in SHAPED_LIKE or place in self.cut
         reads = set() if settled else self._late(given)
-        viewed = self.memory.of_all(filter(_is_reinterpreted, node.all_input_nodes))
+        viewed = self.memory.of_all(filter(is_reinterpreted, node.all_input_nodes))
         viewed |= {read for storage, read in self.reinterpreted if storage in given}
-        copied, arithmetic = _copied(node)
-        bases = self.memory.of_all(_scattered_over(node))
+        copied, arithmetic = copied_by(node)
+        bases = self.memory.of_all(scattered_over(node))
         for storage in fresh:
             memory = self.state[storage] = _Memory({next(self.fresh_value)})
             self._read_late(storage, reads, place)
@@ -384,16 +411,16 @@ class _Scan:
         """An in-place function of torch."""
         # some give a result besides
         self._value(node)
-        targets = self.memory.of_all(_targets(node)) or _known(mutated(node))
-        operands = _operands(node)
+        targets = self.memory.of_all(targets_of(node)) or _known(mutated(node))
+        operands = operands_of(node)
         place = _Place(node, True)
-        copies, whole = _copies_into(node)
+        copies, whole = copies_into(node)
         given = self.memory.of_all(operands)
-        read = self.memory.of_all(nodes_in(_taken(node)))
-        copy = bool(copies) and _is_copy(node)
-        stores = _stores_elsewhere(node)
-        scatters = _is_scatter(node) and not stores
-        bases = self.memory.of_all(_scattered_over(node)) if not scatters else set()
+        read = self.memory.of_all(nodes_in(taken_by(node)))
+        copy = bool(copies) and is_copy(node)
+        stores = stores_elsewhere(node)
+        scatters = is_scatter(node) and not stores
+        bases = self.memory.of_all(scattered_over(node)) if not scatters else set()
         for target in targets:
             self._before_write(target, node)
             before = self._at(target)
@@ -409,12 +436,12 @@ class _Scan:
                         self._read_late(target, (source,), earlier)
             if not scatters and place not in self.cut:
                 self._read_late(target, self._late(given), place)
-            if target in self.memory.of_all(_left_equal_to(node)) | copied:
+            if target in self.memory.of_all(left_equal_to(node)) | copied:
                 memory.values |= before.values
                 memory.links |= before.links
             for source in copied - {target}:
                 self._copy(target, source, place, None)
-                memory.moved |= _changes_nothing(node)[0]
+                memory.moved |= changes_nothing(node)[0]
             for base in bases:
                 self._change_copy(target, before if base == target else self._at(base), node)
                 values = before.values if base == target else self._at(base).values
@@ -437,16 +464,16 @@ class _Scan:
 
     def _reads_own(self, node: fx.Node, target: int, operands: Iterable[fx.Node]) -> bool:
         """What an in-place function takes is computed from what it writes, in the same kernel."""
-        if _is_scatter(node) and not _stores_elsewhere(node):
+        if is_scatter(node) and not stores_elsewhere(node):
             return False
         memory = self._at(target)
-        at_once = memory.moved or "_foreach" in _name(node)
-        of_a_part = not _copies_into(node)[1]
+        at_once = memory.moved or "_foreach" in name_called(node)
+        of_a_part = not copies_into(node)[1]
         for operand in operands:
             for storage in self.memory.of(operand) - {target}:
                 other = self._at(storage)
                 # a view, or a copy that is dropped, is not in memory where its source is not
-                unmade = len(_viewed(operand)) > 1 or bool(other.links)
+                unmade = len(view_chain(operand)) > 1 or bool(other.links)
                 if target in other.pending and (at_once or (of_a_part and unmade)):
                     return True
                 if of_a_part and memory.values & other.values:
@@ -488,7 +515,7 @@ class _Scan:
     def _op(self, node: fx.Node) -> None:
         """A call of a custom op, or of what this pass cannot see into."""
         given = self.memory.of_all(node.all_input_nodes)
-        written = nodes_in(_op_targets(node))
+        written = nodes_in(op_targets(node))
         targets = self.memory.of_all(written)
         for target in targets:
             for reader in list(self.readers[target]):
@@ -508,7 +535,7 @@ class _Scan:
             self._change_copy(target, before, node)
             memory = self.state[target] = _Memory({next(self.fresh_value)}, moved=True)
             memory.based = {**before.links, **before.based}
-            if not all(map(_is_base, written)):
+            if not all(map(is_base, written)):
                 memory.pending = before.pending
             self.linked.add(target)
             self.writers[target] = node
@@ -581,331 +608,3 @@ class _Scan:
 
 def _known(found: set[int]) -> set[int]:
     return found - {UNKNOWN}
-
-
-_HARMLESS = frozenset({"detach_", "requires_grad_", "retain_grad_"})
-_KERNELS = frozenset({"triton_kernel_wrapper_mutation", "triton_kernel_wrapper_functional"})
-
-
-def _effect(node: fx.Node) -> str:
-    """``input``, ``output``, ``value``, ``write`` for a function of torch, ``op``, ``kernel``."""
-    if node.op in ("placeholder", "get_attr"):
-        return "input"
-    if node.op == "output":
-        return "output"
-    if node.op == "call_module":
-        return "op"
-    if isinstance(node.target, HigherOrderOperator):
-        return "kernel" if node.target.name() in _KERNELS else "op"
-    if isinstance(node.target, OpOverloadPacket) and op_of(node) is None:
-        if str(node.target).startswith(_OF_TORCH):
-            in_place = named_in_place(str(node.target)) or _stores_elsewhere(node)
-            return "write" if in_place else "value"
-        return "op"
-    op = op_of(node)
-    if op is not None:
-        if op.namespace + "." not in _OF_TORCH:
-            return "op"
-        return "write" if op._schema.is_mutable else "value"
-    if node.target in _HARMLESS:
-        return "value"
-    if not mutated(node) or (node.target in _STATISTICS and not _targets(node)):
-        return "value"
-    return "write" if _is_function_of_torch(node) else "op"
-
-
-_OF_TORCH = ("aten.", "prims.", "prim.")
-
-
-def _is_function_of_torch(node: fx.Node) -> bool:
-    if node.op == "call_method":
-        return True
-    module = (getattr(node.target, "__module__", None) or "").split(".")[0]
-    return module in ("torch", "_operator", "builtins", "math")
-
-
-def _op_targets(node: fx.Node) -> Any:
-    """What a custom op writes, as its schema says; all it gets where there is no schema."""
-    op = op_of(node)
-    if op is None:
-        return (node.args, node.kwargs)
-    names = [argument.name for argument in op._schema.arguments]
-    values = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    return [
-        values.get(argument.name)
-        for argument in op._schema.arguments
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-
-
-def _targets_at_risk(node: fx.Node, effect: str) -> list[fx.Node]:
-    """What a value may be computed from too late, because of this call."""
-    if effect == "op":
-        return nodes_in(_op_targets(node))
-    if effect == "write" and (
-        _is_scatter(node) or "_foreach" in _name(node) or not _copies_into(node)[1]
-    ):
-        return _targets(node)
-    return [node] if _is_reinterpreted(node) else []
-
-
-def _op_writes(node: fx.Node, effect: str) -> bool:
-    return effect == "op" and bool(nodes_in(_op_targets(node)))
-
-
-def _is_reinterpreted(node: fx.Node) -> bool:
-    """A view as another dtype, or a view of one."""
-    values = [example_value(source) for source in _viewed(node)]
-    return len({value.dtype for value in values if isinstance(value, Tensor)}) > 1
-
-
-# what keeps running statistics: where they stand, in the two forms of each function
-_STATISTICS = {
-    torch.batch_norm: (3, 4),
-    torch.instance_norm: (3, 4),
-    torch.nn.functional.batch_norm: (1, 2),
-    torch.nn.functional.instance_norm: (1, 2),
-}
-
-
-def _written_places(node: fx.Node) -> tuple[frozenset[int], frozenset[str]]:
-    """The arguments that a function of torch writes, by position and by name.
-
-    It only takes all others. An argument may stand in both: ``torch.add(x, y, out=x)``.
-    """
-    op = op_of(node)
-    if op is not None:
-        written = [
-            (position, argument.name)
-            for position, argument in enumerate(op._schema.arguments)
-            if argument.alias_info is not None and argument.alias_info.is_write
-        ]
-        return frozenset(place for place, _ in written), frozenset(name for _, name in written)
-    if node.kwargs.get("out") is not None:
-        return frozenset(), frozenset({"out"})
-    if isinstance(node.target, OpOverloadPacket):
-        given = {name for name, value in node.kwargs.items() if value is not None}
-        if given & _named_outputs(node.target):
-            return frozenset(), _named_outputs(node.target)
-    if node.op == "call_function" and node.target in _STATISTICS:
-        names = frozenset({"running_mean", "running_var"})
-        return frozenset(_STATISTICS[node.target]), names
-    return frozenset({0}), frozenset({"input", "self"} if not node.args else ())
-
-
-def _named_outputs(packet: OpOverloadPacket) -> frozenset[str]:
-    """``values`` and ``indices`` of ``aten.sort``."""
-    return frozenset(
-        argument.name
-        for overload in packet.overloads()
-        for argument in getattr(packet, overload)._schema.arguments
-        if argument.kwarg_only and argument.is_out
-    )
-
-
-def _stores_elsewhere(node: fx.Node) -> bool:
-    """Writes a result into memory given for that, and not over what it is computed from."""
-    positions, names = _written_places(node)
-    return (not positions and bool(names & node.kwargs.keys())) or _is_out_overload(node)
-
-
-def _is_out_overload(node: fx.Node) -> bool:
-    op = op_of(node)
-    return op is not None and any(argument.is_out for argument in op._schema.arguments)
-
-
-def _targets(node: fx.Node) -> list[fx.Node]:
-    """What an in-place function of torch writes."""
-    positions, names = _written_places(node)
-    by_position = [arg for place, arg in enumerate(node.args) if place in positions]
-    return nodes_in([by_position, [node.kwargs[name] for name in names & node.kwargs.keys()]])
-
-
-def _taken(node: fx.Node) -> list[Any]:
-    """The arguments that an in-place function of torch does not write."""
-    positions, names = _written_places(node)
-    by_position = [arg for place, arg in enumerate(node.args) if place not in positions]
-    return [*by_position, *(value for name, value in node.kwargs.items() if name not in names)]
-
-
-def _replace_taken(node: fx.Node, copies: dict[fx.Node, fx.Node]) -> None:
-    """Let an in-place function take other tensors, and write what it wrote."""
-    positions, names = _written_places(node)
-
-    def replaced(value: Any) -> Any:
-        return fx.map_arg(value, lambda arg: copies.get(arg, arg))
-
-    node.args = tuple(
-        arg if place in positions else replaced(arg) for place, arg in enumerate(node.args)
-    )
-    node.kwargs = {
-        name: value if name in names else replaced(value) for name, value in node.kwargs.items()
-    }
-
-
-def _name(node: fx.Node) -> str:
-    """What a node calls, without the module, and without the underscores of in-place forms."""
-    op = op_of(node)
-    if op is not None:
-        return op._schema.name.split("::")[1]
-    if isinstance(node.target, OpOverloadPacket):
-        return str(node.target).split(".")[1]
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-
-
-_SCATTERS = frozenset(
-    {"index_put", "index_add", "index_copy", "index_fill", "index_reduce", "scatter"}
-    | {"scatter_add", "scatter_reduce", "slice_scatter", "select_scatter", "diagonal_scatter"}
-    | {"as_strided_scatter", "masked_scatter", "put"}
-)  # fmt: skip
-
-
-def _is_scatter(node: fx.Node) -> bool:
-    """Writes at indices, or gives a copy with something written at indices."""
-    if node.target is operator.setitem:
-        # a mask is a pointwise choice
-        index = [n for n in nodes_in(node.args[1]) if isinstance(example_value(n), Tensor)]
-        return bool(index) and all(example_value(n).dtype != torch.bool for n in index)
-    return _name(node).rstrip("_") in _SCATTERS
-
-
-# takes the shape of a tensor, and none of its values
-_SHAPED_LIKE = frozenset(
-    {"empty_like", "zeros_like", "ones_like", "new_empty", "new_zeros", "new_ones"}
-)
-
-
-def _scattered_over(node: fx.Node) -> list[fx.Node]:
-    """What a scatter gives a changed copy of."""
-    if not _is_scatter(node) or node.target is operator.setitem:
-        return []
-    return nodes_in(node.args[0] if node.args else node.kwargs.get("input"))
-
-
-def _is_product(node: fx.Node) -> bool:
-    """A matrix product too wide for Inductor to write it out as a sum."""
-    if _name(node) not in ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "__matmul__"):
-        return False
-    operands = [n for n in node.all_input_nodes if isinstance(example_value(n), Tensor)]
-    factor = operands[1 if _name(node) in ("addmm", "baddbmm") else 0] if operands else None
-    width = example_value(factor).shape[-1] if factor is not None else 0
-    return isinstance(width, int) and width > 8
-
-
-def _copies_into(node: fx.Node) -> tuple[list[fx.Node], bool]:
-    """What an in-place function copies from, and whether it fills its target as a whole."""
-    targets = _targets(node)
-    whole = all(map(_is_base, targets))
-    if node.target is operator.setitem:
-        index = node.args[1]
-        parts = index if isinstance(index, tuple) else (index,)
-        whole = whole and all(part is Ellipsis or part == slice(None) for part in parts)
-        sources = [] if _is_scatter(node) else nodes_in(node.args[2])
-    elif _is_copy(node):
-        sources = _operands(node)
-    else:
-        sources = [source for source in _left_equal_to(node) if source not in targets]
-    return [source for source in sources if any(_may_fill(source, t) for t in targets)], whole
-
-
-def _left_equal_to(node: fx.Node) -> list[fx.Node]:
-    """What arithmetic that changes nothing, or ``torch.cat([x], out=y)``, leaves in its target."""
-    given = nodes_in(_taken(node)) if _stores_elsewhere(node) else node.all_input_nodes
-    return [source for source in _copied(node)[0] if source in given]
-
-
-def _is_copy(node: fx.Node) -> bool:
-    return node.target is operator.setitem or _name(node) in ("copy_", "_foreach_copy_", "set_")
-
-
-def _may_fill(source: fx.Node, target: fx.Node) -> bool:
-    """A tensor has as many elements as what another is, or is a view of."""
-    value, of = example_value(source), example_value(_viewed(target)[-1])
-    return isinstance(of, Tensor) and _may_equal(value, of)
-
-
-def _viewed(node: fx.Node) -> list[fx.Node]:
-    """A tensor and what it is a view of, up to an input or the call that made it."""
-    chain = [node]
-    while node.op in ("call_function", "call_method") and node.args:
-        source = node.args[0]
-        if not isinstance(source, fx.Node) or not storages(node) & storages(source):
-            break
-        chain.append(source)
-        node = source
-    return chain
-
-
-def _is_base(node: fx.Node) -> bool:
-    """A tensor that is no view."""
-    value = example_value(node)
-    return isinstance(value, Tensor) and not value._is_view()
-
-
-_COPIES = frozenset(
-    {"clone", "contiguous", "copy", "alias", "to", "type", "type_as", "float", "double", "half"}
-    | {"bfloat16", "int", "long", "short", "byte", "bool", "repeat", "tile", "cat", "concat"}
-    | {"concatenate", "stack", "hstack", "vstack", "dstack", "row_stack", "column_stack", "pad"}
-    | {"round", "floor", "ceil", "trunc", "fix", "reshape", "flatten", "dropout", "positive"}
-    | {"roll", "detach_copy", "view_copy", "expand_copy", "broadcast_to", "repeat_interleave"}
-    | {"atleast_1d", "atleast_2d", "_to_copy", "constant_pad_nd", "ravel", "unfold_copy"}
-)  # fmt: skip
-
-
-def _copied(node: fx.Node) -> tuple[list[fx.Node], bool]:
-    """What Inductor may give in place of a call's result, and whether the call is arithmetic."""
-    value = example_value(node)
-    if not isinstance(value, Tensor) or node.op not in ("call_function", "call_method"):
-        return [], False
-    nothing, operands = _changes_nothing(node)
-    if not nothing:
-        operands = node.all_input_nodes if _name(node) in _COPIES else []
-    return [source for source in operands if _may_equal(example_value(source), value)], nothing
-
-
-def _may_equal(source: object, value: Tensor) -> bool:
-    if not isinstance(source, Tensor) or source.dtype != value.dtype:
-        return False
-    sizes = source.numel(), value.numel()
-    return not all(type(size) is int for size in sizes) or sizes[0] == sizes[1]
-
-
-_NEUTRAL = {
-    **dict.fromkeys(("add", "sub", "iadd", "isub", "subtract"), 0),
-    **dict.fromkeys(("mul", "imul", "multiply", "div", "divide", "truediv", "itruediv"), 1),
-    **dict.fromkeys(("true_divide", "floordiv", "ifloordiv", "floor_divide", "pow", "ipow"), 1),
-}
-_CONSTANTS = frozenset(
-    {"zeros", "ones", "full", "zeros_like", "ones_like", "full_like"}
-    | {"new_zeros", "new_ones", "new_full", "tensor", "scalar_tensor", "as_tensor"}
-)  # fmt: skip
-
-
-def _changes_nothing(node: fx.Node) -> tuple[bool, list[fx.Node]]:
-    """Arithmetic that may give its operand back, and which: ``x + 0``, ``x * torch.ones(4)``."""
-    neutral = _NEUTRAL.get(_name(node).rstrip("_"))
-    if neutral is None or len(node.args) + len(node.kwargs) < 2:
-        return False, []
-    named = (node.kwargs.get(name) for name in ("input", "self", "other", "exponent"))
-    operands = [*node.args[:2], *named]
-    operands = [operand for operand in operands if operand is not None][:2]
-    kept = [
-        operand
-        for operand, other in zip(operands, reversed(operands), strict=True)
-        if isinstance(operand, fx.Node)
-        and (_is_number(other, neutral) or _is_constant(other) or node.kwargs.get("alpha") == 0)
-    ]
-    return bool(kept), kept
-
-
-def _is_number(value: object, number: int) -> bool:
-    return isinstance(value, int | float) and value == number
-
-
-def _is_constant(value: object) -> bool:
-    """Made of one number, perhaps through views."""
-    while isinstance(value, fx.Node) and value.op in ("call_function", "call_method"):
-        if _name(value) in _CONSTANTS:
-            return True
-        value = value.args[0] if value.args else None
-    return False

@@ -11,6 +11,7 @@ as it comes, and slow if it does grow.
 
 import dataclasses
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,6 +25,13 @@ from .pad_flow import Fill, PadFlow, Problem
 from .report import Finding, collect, note
 from .roles import Contradiction, Roles, Root, find_roles, roots_of
 from .rows import Trace, expression, input_name, record
+from .size_limits import (
+    NO_LIMITS,
+    Limits,
+    find_limits,
+    sizes_that_cannot_be_cut,
+    sizes_that_must_agree,
+)
 from .stand_ins import Undecided, trace_step
 from .survey import Survey
 
@@ -62,6 +70,10 @@ class Inferred:
         row_safe: padding cannot reach a real row, proven; otherwise run the step at exact sizes
         decided: a batch with more requests or tokens would not tell more
         tokens_per_request: tokens of each request, where the step fixes their number
+        multiple: what divides the tokens of each batch, where the step views them in groups
+        limits: what must hold of the size of a batch: tables of the step end somewhere
+        paddable: the sizes of the step are such that batches of it can be padded at all
+        by_index: inputs that grow as far as this batch tells: something indexes as many rows
     """
 
     inputs: dict[str, Batched | Static]
@@ -70,6 +82,10 @@ class Inferred:
     row_safe: bool
     decided: bool = True
     tokens_per_request: int | None = None
+    multiple: int = 1
+    limits: Limits = NO_LIMITS
+    paddable: bool = True
+    by_index: frozenset[str] = frozenset()
 
 
 def infer_batch(graph: fx.Graph) -> int:
@@ -119,12 +135,27 @@ def infer_inputs(
         for row in analysis.rows
         if row.argument not in given
     }
+    roles, trace = analysis.roles, traced.trace
+    if roles is None:
+        return Inferred(inputs, analysis.rows, tuple(findings), row_safe=False)
+    ratio = _tokens_per_request(roles, trace)
+    by_index = {
+        name
+        for node, name in traced.names.items()
+        if node in trace.inputs and name not in given
+        for size in trace.inputs[node].shape
+        if expression(size) in roles.by_index
+    }
     return Inferred(
         inputs,
         analysis.rows,
         tuple(findings),
         row_safe=not findings,
-        tokens_per_request=_tokens_per_request(analysis.roles, traced.trace),
+        tokens_per_request=ratio,
+        multiple=math.lcm(roles.multiple, ratio or 1),
+        by_index=frozenset(by_index),
+        limits=find_limits(trace, roles, traced.names),
+        paddable=not any(sizes_that_must_agree(trace, roles)),
     )
 
 
@@ -157,8 +188,9 @@ def _analyze(
         if isinstance(spec := given.get(name), Batched)
     }
     anywhere = trace.gm.graph.output_node()
+    fixed = [node for node, name in names.items() if isinstance(given.get(name), Static)]
     try:
-        roles = find_roles(trace, declared)
+        roles = find_roles(trace, declared, fixed)
     except Contradiction as error:
         problem = Problem(anywhere, "padding unknown", str(error), "declare inputs")
         return _Analysis(None, (), [problem])
@@ -182,6 +214,10 @@ def _analyze(
             problems.append(Problem(node, "padding unknown", reason, "declare what does grow"))
     fills, flow = choose_pads(trace, roles, names, given)
     problems += find_mixed(trace, roles, flow)
+    problems += sizes_that_must_agree(trace, roles)
+    if not all(name in given for name in names.values()):
+        # where all is declared, the sizes of outputs alone count
+        problems += sizes_that_cannot_be_cut(trace, roles)
     problems += flow.problems
     for name, node in flow.indexed.items():
         if name in names.values() and name not in given:
@@ -338,8 +374,8 @@ def _root_of(size: Any, extra: int, roles: Roles, trace: Trace) -> Root | None:
     return None
 
 
-def _tokens_per_request(roles: Roles | None, trace: Trace) -> int | None:
-    if roles is None or roles.requests is None or roles.tokens is None:
+def _tokens_per_request(roles: Roles, trace: Trace) -> int | None:
+    if roles.requests is None or roles.tokens is None:
         return None
     ratio: Any = roles.tokens / roles.requests
     for tensor in trace.inputs.values():

@@ -95,9 +95,21 @@ class Batch:
 
     @classmethod
     def read(
-        cls, bound: inspect.BoundArguments, specs: Specs, surveyor: Surveyor, next_n: int
+        cls,
+        bound: inspect.BoundArguments,
+        specs: Specs,
+        surveyor: Surveyor,
+        next_n: int,
+        known: Mapping[str, Survey] | None = None,
     ) -> "Batch":
         """Sort the arguments of a call and count its requests and tokens.
+
+        Args:
+            bound: the call, with defaults
+            specs: what its arguments are
+            surveyor: looks into those that do not grow
+            next_n: tokens of a request, where nothing else counts requests
+            known: arguments that were looked into for this call already
 
         Raises:
             TypeError: a batched argument is no tensor, or a constant is not hashable
@@ -119,7 +131,8 @@ class Batch:
                 others = tuple(n for axis, n in enumerate(value.shape) if axis != spec.dim)
                 kind.append((name, others, value.dtype, value.device))
             else:
-                survey = surveyor.look(name, value)
+                survey = known.get(name) if known else None
+                survey = survey or surveyor.look(name, value)
                 kind.append((name, survey.structure))
                 surveys.append(survey)
                 if spec is None and survey.tensors:

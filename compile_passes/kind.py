@@ -8,6 +8,7 @@ from torch import Tensor
 
 from .buffers import Buffers
 from .direct import DirectCall
+from .input_plan import Variant
 from .output_plan import OutputPlan
 from .survey import Survey
 
@@ -31,7 +32,7 @@ class Kind:
 
     Attributes:
         surveys: what lay in the arguments that do not grow, in the last call
-        uniform: the step takes equally many tokens of each request
+        variant: what is known of such calls
         moves: how often caches and states have moved
         plan: how outputs follow the batch
         buffers, direct: inputs and calls of each shape
@@ -39,7 +40,7 @@ class Kind:
     """
 
     surveys: list[Survey]
-    uniform: bool = False
+    variant: Variant
     moves: int = 0
     plan: OutputPlan | None = None
     buffers: dict[Shape, Buffers] = dataclasses.field(default_factory=dict)

@@ -24,7 +24,8 @@ class Options:
         specialize: sizes that get a static compilation of their own
         cudagraph: "full", one CUDA graph per size on a GPU, or "off"
         clone_outputs: return copies; otherwise the outputs of a CUDA graph hold until the next call
-        engine: "inductor", or "eager", which runs the rewritten graph as it is
+        engine: "inductor", or "eager", which runs the rewritten graph call by call, without the
+            copies that ``find_mutation_hazards`` makes for Inductor
         disable_passes: names of passes to leave out
         strict: a fallback or report becomes an error
         debug: check before each replay that no input in use by address has moved

@@ -21,6 +21,7 @@ _UNSEEN = sympy.Symbol("unseen", integer=True)
 _UNITS = dict(
     zip(("request", "token"), sympy.symbols("requests tokens", integer=True), strict=True)
 )
+_GROUPS = sympy.Symbol("groups", integer=True, positive=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,16 +36,17 @@ class GraphSizes:
 
 
 class _Cut(NamedTuple):
-    """A dimension that holds ``(requests or tokens + more) // per`` real entries, in front."""
+    """A dimension with ``(times * requests or tokens + more) // per`` real entries, in front."""
 
     dim: int
     unit: str
     more: int
     per: int
+    times: int = 1
 
     def length(self, requests: int, tokens: int) -> int:
         count = requests if self.unit == "request" else tokens
-        return max(0, (count + self.more) // self.per)
+        return max(0, (self.times * count + self.more) // self.per)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +74,8 @@ class OutputPlan:
         buffers: Mapping[str, Tensor],
         specs: Mapping[str, Batched],
         outputs: Any,
+        multiple: int = 1,
+        proven: bool = False,
     ) -> "OutputPlan":
         """Read the plan off one call of a symbolic graph.
 
@@ -81,6 +85,9 @@ class OutputPlan:
             buffers: the buffers among the inputs, by the name of the step's argument
             specs: how each of these was declared
             outputs: what the step returned in that call
+            multiple: what divides the tokens of each batch
+            proven: padding is known to stay behind real rows; otherwise several entries for each
+                request or token may lie in any order, and are refused
 
         Raises:
             TypeError: an output is neither a tensor nor a constant
@@ -100,7 +107,8 @@ class OutputPlan:
         storages = {_compat.storage_key(buffer) for buffer in buffers.values()}
         return cls(
             cuts=tuple(
-                _cuts(place, known.get(id(leaf), ()), units) for place, leaf in enumerate(leaves)
+                _cuts(place, known.get(id(leaf), ()), units, multiple, proven)
+                for place, leaf in enumerate(leaves)
             ),
             copied=tuple(
                 isinstance(leaf, Tensor) and _compat.storage_key(leaf) in storages
@@ -150,6 +158,8 @@ def check_outputs(
     inputs: Sequence[Any],
     buffers: Mapping[str, Tensor],
     specs: Mapping[str, Batched],
+    multiple: int = 1,
+    proven: bool = False,
 ) -> None:
     """The sizes of a graph's outputs can be cut; known before it runs.
 
@@ -159,7 +169,7 @@ def check_outputs(
     units = _units(sizes, inputs, buffers, specs)
     for place, expressions in enumerate(sizes.outputs):
         if isinstance(expressions, tuple):
-            _cuts(place, expressions, units)
+            _cuts(place, expressions, units, multiple, proven)
 
 
 def _units(
@@ -210,12 +220,19 @@ def _check_leaf(place: int, leaf: Any) -> None:
         )
 
 
-def _cuts(place: int, sizes: Sequence[Any], units: Mapping[Any, sympy.Expr]) -> tuple[_Cut, ...]:
+def _cuts(
+    place: int,
+    sizes: Sequence[Any],
+    units: Mapping[Any, sympy.Expr],
+    multiple: int,
+    proven: bool,
+) -> tuple[_Cut, ...]:
     cuts = []
     for dim, size in enumerate(sizes):
         expression = sympy.sympify(size)
-        if expression.free_symbols & units.keys():
-            cut = _cut(dim, expression, units)
+        if expression.free_symbols & units.keys() and not _is_fixed(expression, units, multiple):
+            cut = _cut(dim, expression, units, proven)
+            cut = cut or _cut_groups(dim, expression, units, multiple, proven)
             if _UNSEEN in expression.xreplace(dict(units)).free_symbols:
                 raise ValueError(
                     f"outputs must not take their size from an input that the step reads nothing "
@@ -231,14 +248,53 @@ def _cuts(place: int, sizes: Sequence[Any], units: Mapping[Any, sympy.Expr]) -> 
     return tuple(cuts)
 
 
-def _cut(dim: int, size: sympy.Expr, units: Mapping[Any, sympy.Expr]) -> _Cut | None:
+def _is_fixed(size: sympy.Expr, units: Mapping[Any, sympy.Expr], multiple: int) -> bool:
+    """A size that is the same for every whole number of groups: ``n // (n // 2)`` for even n."""
+    return not _in_groups(size, units, multiple).free_symbols
+
+
+def _in_groups(size: sympy.Expr, units: Mapping[Any, sympy.Expr], multiple: int) -> Any:
+    counted: Any = size.xreplace(dict(units))
+    return sympy.expand(counted.xreplace({_UNITS["token"]: multiple * _GROUPS}))
+
+
+def _cut(dim: int, size: sympy.Expr, units: Mapping[Any, sympy.Expr], proven: bool) -> _Cut | None:
     length: Any = size
     per: Any = sympy.Integer(1)
     if size.func.__name__ == "FloorDiv":
         length, per = size.args
     length = length.xreplace(dict(units))
+    if not per.is_Integer:
+        return None
     for unit, symbol in _UNITS.items():
         more = sympy.expand(length - units.get(symbol, symbol))
-        if more.is_Integer and per.is_Integer:
+        if more.is_Integer:
             return _Cut(dim, unit, int(more), int(per))
+    for unit, symbol in _UNITS.items() if proven else ():
+        times, more = _linear(length, symbol)
+        if times:
+            return _Cut(dim, unit, more, int(per), times)
     return None
+
+
+def _cut_groups(
+    dim: int, size: sympy.Expr, units: Mapping[Any, sympy.Expr], multiple: int, proven: bool
+) -> _Cut | None:
+    """A size that is one for whole groups of tokens: ``n // 2 * (n // (n // 2))`` for even n."""
+    times, more = _linear(_in_groups(size, units, multiple), _GROUPS)
+    if times and multiple % times == 0:
+        per = multiple // times
+        return _Cut(dim, "token", more * per, per)
+    if times and proven:
+        return _Cut(dim, "token", more * multiple, multiple, times)
+    return None
+
+
+def _linear(size: Any, symbol: sympy.Symbol) -> tuple[int, int]:
+    """``times, more`` of ``times * symbol + more``; zero times if it is no such size."""
+    size = sympy.expand(size)
+    times = size.coeff(symbol)
+    more = sympy.expand(size - times * symbol)
+    if times.is_Integer and times > 0 and more.is_Integer:
+        return int(times), int(more)
+    return 0, 0

@@ -24,6 +24,7 @@ class Fact:
         inputs: names of the inputs that have a say in it
         copy_of: the input whose values it holds, unchanged
         offsets: it holds offsets of tokens, one request after the other
+        counts: it holds 0, 1, 2, ..., real entries and padding alike
     """
 
     real: Span
@@ -32,6 +33,7 @@ class Fact:
     inputs: frozenset[str] = frozenset()
     copy_of: str | None = None
     offsets: bool = False
+    counts: bool = False
 
     def join(self, other: "Fact") -> "Fact":
         """What either may hold."""

@@ -13,15 +13,16 @@ import sympy
 import torch
 from torch import Tensor, fx
 
-from ..ops.declare import Pad, Result, facts_of
+from ..ops.declare import Facts, Pad, facts_of
 from . import _compat
 from .pad_facts import Fact, any_of, is_tracked, scalar
+from .pad_owners import Owner, declared_result, owner_of
 from .pad_rules import COPIES, flow_through
 from .report import Kind
 from .roles import Roles
 from .row_rules import base_name
 from .rows import Call, Trace
-from .spans import Span
+from .spans import Span, size_base
 
 Fill = float | bool | Literal["last"]
 
@@ -116,14 +117,15 @@ class PadFlow:
 
     def _visit(self, call: Call) -> None:
         facts = facts_of(call.op) if call.op is not None else None
+        owner: Owner | None = None
         if facts is not None:
-            self._check_declared(call, facts.pads)
+            owner = self._check_declared(call, facts)
         elif call.op is not None:
             self._check_indices(call)
         new: dict[int, Fact] = {}
         for place, tensor in enumerate(call.results):
             if facts is not None and place < len(facts.results):
-                new[id(tensor)] = _declared(tensor, facts.results[place])
+                new[id(tensor)] = declared_result(call, facts, place, tensor, owner, self.roles)
             elif is_tracked(tensor) or base_name(call) in COPIES:
                 new[id(tensor)] = flow_through(self, call, place, tensor)
         for tensor in call.written():
@@ -137,21 +139,33 @@ class PadFlow:
             if id(tensor) in new:
                 self._put(tensor, new[id(tensor)])
 
-    def _check_declared(self, call: Call, pads: Mapping[str, Pad]) -> None:
-        for name, pad in pads.items():
+    def _check_declared(self, call: Call, facts: Facts) -> Owner | None:
+        """Whether padding is as the op wants it, and whose padding tokens are; None if it is not.
+
+        What the op declares of padding in its results holds only then.
+        """
+        owners: set[Owner | None] = set()
+        for name, pad in facts.pads.items():
             value = call.values.get(name)
-            if not isinstance(value, Tensor) or not self.roles.dims(value):
+            if not isinstance(value, Tensor):
+                continue
+            if not self.roles.dims(value):
+                if pad.fill == "last":
+                    owners.add(None)  # of as many requests whatever the batch
                 continue
             fact = self.fact(value)
             if fact.copy_of is not None:
                 self.needs.setdefault(fact.copy_of, []).append(Need(call, name, pad))
             if pad.fill == "last":
-                fine = fact.last is not None and fact.pad.not_below(fact.last)
-                wanted = "nothing below the last real entry"
+                owner = owner_of(call, facts, name, fact, self.roles, self._offsets)
+                owners.add(owner)
+                holds = owner is not None
+                wanted = "the last real entry"
             else:
-                fine = fact.pad.within(pad.low, pad.high)
+                holds = fact.pad.within(pad.low, pad.high)
                 wanted = _range(pad)
-            if not fine:
+            if not holds:
+                owners.add(None)
                 self.problems.append(
                     Problem(
                         call.node,
@@ -160,10 +174,13 @@ class PadFlow:
                         f"{_who(fact.inputs)}",
                         f"mask it, as in torch.where(seq_lens > 0, {name}, {pad.fill})"
                         if pad.fill != "last"
-                        else "pass query_start_loc on as it came",
+                        else "pass query_start_loc as an input of the step, and on as it came; "
+                        "where each token is a request of its own, torch.arange(num_tokens + 1)",
                         fact.inputs,
                     )
                 )
+        # two arguments may not agree, either
+        return "none" if not owners else owners.pop() if len(owners) == 1 else None
 
     def _check_indices(self, call: Call) -> None:
         for source, dim, index, wraps in _indices(call):
@@ -193,17 +210,16 @@ class PadFlow:
                 )
 
     def _inside(self, span: Span, size: Any, wraps: bool) -> bool:
-        expression = self.roles.size(size)
-        # a symbolic size is 2 at least
-        least = expression.subs(dict.fromkeys(expression.free_symbols, 2))
-        least = int(least) if least.is_Integer else 1
+        expression, least = self.roles.size(size), self.roles.least(size)
         low, high = -least if wraps else 0, least - 1
         tokens = self.roles.tokens if self.roles.tokens is not None else self.roles.requests
         has_a_row_per_token = tokens is not None and sympy.expand(expression - tokens) == 0
         for piece in span.pieces:
             plain = piece.plain()
             # offsets go up to the number of real tokens
-            ends_inside = piece.base in self._offsets and piece.high <= -1 and has_a_row_per_token
+            ends_inside = piece.base in self._offsets and has_a_row_per_token
+            ends_inside = ends_inside or piece.base == size_base(expression)
+            ends_inside = ends_inside and piece.high <= -1
             if plain.low < low or not (plain.high <= high or ends_inside):
                 return False
         return True
@@ -227,14 +243,11 @@ class PadFlow:
         fact = self.fact(source)
         before, after = len(self.roles.dims(source)), len(self.roles.dims(result))
         if before == after:
-            return fact if same_place else dataclasses.replace(fact, last=None, offsets=False)
+            if same_place:
+                return fact
+            return dataclasses.replace(fact, last=None, offsets=False, counts=False)
         pad = fact.real if 0 in (before, after) else fact.real.join(fact.pad)
         return Fact(fact.real, pad, fact.real if before == 0 else None, fact.inputs)
-
-
-def _declared(tensor: Tensor, result: Result) -> Fact:
-    anything = any_of(tensor.dtype).real
-    return Fact(Span(max(anything.low, result.low), anything.high), Span(*result.pad))
 
 
 def _indices(call: Call) -> Iterable[tuple[Tensor, int, Tensor, bool]]:

@@ -13,7 +13,7 @@ from .pad_facts import Fact, any_of, is_tracked, narrow_to, scalar
 from .roles import Roles
 from .row_rules import base_name
 from .rows import Call, is_symbolic
-from .spans import BINARY, UNARY, Span
+from .spans import BINARY, UNARY, Span, below_size
 
 
 class Facts(Protocol):
@@ -96,7 +96,8 @@ def _slice(flow: Facts, call: Call, place: int, result: Tensor) -> Fact:
     if fact.offsets and start > 0:
         # a request that has a token ends behind it
         real = Span(1)
-    return Fact(real, pad, last, fact.inputs, fact.copy_of, fact.offsets)
+    counts = fact.counts and not is_symbolic(start) and start == 0
+    return Fact(real, pad, last, fact.inputs, fact.copy_of, fact.offsets, counts)
 
 
 def _where(flow: Facts, call: Call, place: int, result: Tensor) -> Fact | None:
@@ -158,7 +159,9 @@ def _view(flow: Facts, call: Call, place: int, result: Tensor) -> Fact | None:
     grown = flow.roles.dims(source), flow.roles.dims(result)
     sizes = [[flow.roles.size(t.shape[d]) for d in dims] for t, dims in
              zip((source, result), grown, strict=True)]  # fmt: skip
-    return flow.carry(source, result, same_place=sizes[0] == sizes[1])
+    fact = flow.carry(source, result, same_place=sizes[0] == sizes[1])
+    # along several dimensions, the entries may come in another order
+    return fact if result.dim() == 1 else dataclasses.replace(fact, counts=False)
 
 
 def _same(flow: Facts, call: Call, place: int, result: Tensor) -> Fact:
@@ -177,7 +180,9 @@ def _arranged(flow: Facts, call: Call, place: int, result: Tensor) -> Fact | Non
     base = f"arange {id(result)}"
     if start < 0:
         return Fact(Span(start), Span(start))
-    return Fact(Span(start), Span(step, math.inf, base), Span(0, 0, base))
+    # small numbers wrap
+    counts = (start, step) == (0, 1) and result.dtype in (torch.int32, torch.int64)
+    return Fact(Span(start), Span(step, math.inf, base), Span(0, 0, base), counts=counts)
 
 
 def _filled(flow: Facts, call: Call, place: int, result: Tensor) -> Fact | None:
@@ -235,7 +240,7 @@ def _positions(flow: Facts, call: Call, place: int, result: Tensor) -> Fact | No
     if not isinstance(dim, int):
         return Fact(Span(0), Span(0))
     size = source.shape[dim] if source.dim() else 1
-    span = Span(0, size - 1 if isinstance(size, int) else math.inf)
+    span = Span(0, size - 1) if isinstance(size, int) else below_size(flow.roles.size(size))
     return Fact(span, span)
 
 

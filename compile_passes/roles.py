@@ -5,7 +5,7 @@ symbolic says nothing: sizes of caches are symbolic too.
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import sympy
@@ -14,7 +14,9 @@ from torch import Tensor, fx
 from ..ops.declare import Rows, facts_of
 from . import _compat
 from .inputs import Batched
+from .row_numbers import count_by_index
 from .rows import Call, Trace, expression
+from .token_groups import group_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,12 +46,17 @@ class Roles:
         requests, tokens: the two counts; None where nothing counts them
         symbols: the symbols in them
         same: symbols that count the same as another, and that one
+        multiple: the step views tokens in groups of so many, and takes whole groups alone
+        by_index: symbols that were taken for a count since the rows that they count are indexed by
+            it: where they are as many in this batch, and in no other, that is wrong
     """
 
     requests: sympy.Expr | None
     tokens: sympy.Expr | None
     symbols: frozenset[Any]
     same: Mapping[Any, sympy.Expr]
+    multiple: int = 1
+    by_index: frozenset[Any] = frozenset()
 
     def size(self, value: Any) -> sympy.Expr:
         """The expression of a size, equal for equal counts."""
@@ -63,6 +70,14 @@ class Roles:
     def dims(self, tensor: Tensor) -> tuple[int, ...]:
         """The dimensions of a tensor that grow."""
         return tuple(dim for dim, size in enumerate(tensor.shape) if self.grows(size))
+
+    def least(self, size: Any) -> int:
+        """What a size is at least in a padded batch."""
+        expression: Any = self.size(size)
+        # a symbolic size is 2 at least, a number of groups may be 1
+        groups = self.symbols if self.multiple > 1 else frozenset[Any]()
+        least = expression.subs({s: 1 if s in groups else 2 for s in expression.free_symbols})
+        return int(least) if least.is_Integer else 1
 
     def spec(self, size: Any) -> tuple[str, int] | None:
         """What a size has an entry for, and how many entries more; None if it is neither."""
@@ -78,12 +93,17 @@ class Contradiction(ValueError):
     """The declared arguments do not agree on what a symbol counts."""
 
 
-def find_roles(trace: Trace, given: Mapping[fx.Node, tuple[str, Batched]]) -> Roles:
+def find_roles(
+    trace: Trace,
+    given: Mapping[fx.Node, tuple[str, Batched]],
+    fixed: Collection[fx.Node] = (),
+) -> Roles:
     """Read the roles off a graph.
 
     Args:
         trace: the graph
         given: inputs that the caller declared, with their names
+        fixed: inputs that the caller declared not to grow
 
     Raises:
         Contradiction: no one number of requests and of tokens fits all declarations
@@ -99,7 +119,9 @@ def find_roles(trace: Trace, given: Mapping[fx.Node, tuple[str, Batched]]) -> Ro
     for counts in (requests, tokens):
         plain = sorted((c for c in counts if c.is_Symbol), key=str)
         same.update(dict.fromkeys(plain[1:], plain[0] if plain else None))
-    _equate(trace, same, requests, tokens)
+    by_index = count_by_index(trace, same, requests, tokens, fixed)
+    multiple, groups = _group_tokens(trace, same, tokens)
+    _equate(trace, same, requests, tokens, groups)
     requests, tokens = ({c.xreplace(same) for c in counts} for counts in (requests, tokens))
     grown: set[Any] = set()
     for count in sorted(requests, key=_simplest) + sorted(tokens, key=_simplest):
@@ -110,7 +132,7 @@ def find_roles(trace: Trace, given: Mapping[fx.Node, tuple[str, Batched]]) -> Ro
             if symbol is None:
                 raise Contradiction(f"which of the factors of size {count} grows is not known")
             known = min((c for c in requests if c.is_Symbol), key=_simplest, default=None)
-            if count not in requests and not count.is_Symbol:
+            if count not in requests and not count.is_Symbol and symbol != groups:
                 if known is not None and symbol is not known:
                     same[symbol] = known
                     symbol = known
@@ -121,17 +143,45 @@ def find_roles(trace: Trace, given: Mapping[fx.Node, tuple[str, Batched]]) -> Ro
         min((c for c in counts if c.free_symbols), key=_simplest, default=None)
         for counts in (requests, tokens)
     ]
-    return Roles(first[0], first[1], frozenset(grown), same)
+    return Roles(first[0], first[1], frozenset(grown), same, multiple, by_index)
 
 
 def _simplest(count: Any) -> tuple[int, str]:
     return count.count_ops(), str(count)
 
 
+def _group_tokens(
+    trace: Trace, same: dict[Any, sympy.Expr], tokens: set[Any]
+) -> tuple[int, sympy.Symbol | None]:
+    """Tokens that a step views in groups are so many groups.
+
+    Returns:
+        the tokens of a group, 1 if there are none, and the symbol for the number of groups
+    """
+    symbols = [count.xreplace(same) for count in tokens if count.is_Symbol]
+    if not symbols:
+        return 1, None
+    token = min(symbols, key=_simplest)
+    multiple = group_of(trace, token, same)
+    if multiple == 1:
+        return 1, None
+    groups = sympy.Symbol(f"{token}_by_{multiple}", integer=True, positive=True)
+    same.update({s: e.xreplace({token: multiple * groups}) for s, e in same.items()})
+    same[token] = multiple * groups
+    return multiple, groups
+
+
 def _equate(
-    trace: Trace, same: dict[Any, sympy.Expr], requests: set[Any], tokens: set[Any]
+    trace: Trace,
+    same: dict[Any, sympy.Expr],
+    requests: set[Any],
+    tokens: set[Any],
+    groups: sympy.Symbol | None,
 ) -> None:
-    """A step that views tokens as [requests, n] has n tokens for each request."""
+    """A step that views tokens as [requests, n] has n tokens for each request.
+
+    So has one in which a number of groups of tokens must be that of requests.
+    """
     symbols = [
         min((count for count in counts if count.is_Symbol), key=_simplest, default=None)
         for counts in (requests, tokens)
@@ -139,6 +189,7 @@ def _equate(
     if symbols[0] is None or symbols[1] is None:
         return
     request, token = (same.get(symbol, symbol) for symbol in symbols)
+    token = token if groups is None else groups
     for equality in _compat.size_equalities(trace.gm):
         difference = sympy.expand((equality.lhs - equality.rhs).xreplace(same))
         if difference.free_symbols == {request, token} and difference.is_polynomial(token):

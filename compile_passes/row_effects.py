@@ -23,6 +23,10 @@ class Mixed(Exception):
 
 
 Rule = Callable[[Call, Roles], None]
+OWN_WRITE = (
+    "use an op that leaves padding out, as ops.kv_cache_write_ does, and declare it: "
+    "mtpgraph.declare"
+)
 _ELSEWHERE = "compute it outside of the step, or declare inputs and keep padding out with a mask"
 
 
@@ -153,7 +157,12 @@ def repeat(call: Call, roles: Roles) -> None:
 
 def repeat_interleave(call: Call, roles: Roles) -> None:
     if not isinstance(call.values.get("repeats"), int):
-        _no_rule(call, roles)
+        raise Mixed(
+            "repeats rows as often as a tensor says, so their number depends on what is in the "
+            "batch, padding included",
+            "index by the request of each token, as in x[row_requests.clamp(min=0)] with the "
+            "row_requests of ops.flatten_decode",
+        )
 
 
 def concatenate(call: Call, roles: Roles) -> None:
@@ -251,7 +260,7 @@ def _check_aligned(tensor: Tensor, index: Tensor, dim: int, roles: Roles, verb: 
 def index_write(call: Call, roles: Roles) -> None:
     raise Mixed(
         "scatters rows by index, so padding rows are written too",
-        "use an op that leaves padding out, as ops.kv_cache_write_ does, and declare it",
+        OWN_WRITE,
     )
 
 
@@ -290,15 +299,6 @@ def on_host(call: Call, roles: Roles) -> None:
     raise Mixed(
         "makes a size or a number of what is in the batch, padding included",
         "use a mask and keep the size",
-    )
-
-
-def _no_rule(call: Call, roles: Roles) -> None:
-    raise Mixed(
-        "is not known to keep rows apart",
-        f'call mtpgraph.declare("{call.op._schema.name}", row_independent=True) if it does'
-        if call.op is not None
-        else "call it as an op that is declared with mtpgraph.declare",
     )
 
 

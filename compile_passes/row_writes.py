@@ -8,7 +8,7 @@ from ..ops.declare import Facts
 from . import _compat
 from .pad_flow import Problem
 from .roles import Roles, roots_of
-from .row_effects import cuts_end
+from .row_effects import OWN_WRITE, cuts_end
 from .rows import Call, Trace, input_name, is_symbolic
 
 
@@ -80,7 +80,7 @@ class Memory:
                     call.node,
                     "rows mixed",
                     f"writes batched rows to {self._kept[key]}, padding among them",
-                    "use an op that leaves padding out, as ops.kv_cache_write_, and declare it",
+                    OWN_WRITE,
                 )
             elif key in self._kept and not self._leaves_padding_out(call, facts):
                 yield Problem(
@@ -107,7 +107,7 @@ class Memory:
         roles = self._roles
         if any(name in facts.pads and roles.dims(tensor) for name, tensor in call.tensors()):
             return True
-        return bool(call.op and call.op.namespace != "mtpgraph" and self.concerns(call)) or any(
+        return (not facts.complete and self.concerns(call)) or any(
             not roles.grows(root.count) for root in roots_of(call)
         )
 

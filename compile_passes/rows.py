@@ -98,6 +98,11 @@ def record(graph: fx.Graph) -> Trace:
             calls.append(call)
 
     def failed(node: fx.Node, given: Any, result: Any) -> None:
+        if (op := _compat.op_called(node)) is not None and not op._schema.is_mutable:
+            # what was seen of it is not all of it
+            calls[:] = [call for call in calls if call.node is not node]
+            calls.append(Call(op, _by_name(op, *given), _tensors(result), node))
+            return
         values = {str(place): leaf for place, leaf in enumerate(_compat.tree_leaves(given))}
         calls.append(Call(None, values, _tensors(result), node))
 

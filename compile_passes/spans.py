@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 class Piece:
     """Numbers from ``low`` to ``high``, both relative to ``base``, a number that is not negative.
 
-    A base is what the last real entry of an input holds, by the name of the input. With one, no
-    number is below ``floor`` either.
+    A base is what the last real entry of an input holds, by the name of the input, or a size. With
+    one, no number is below ``floor`` either.
     """
 
     low: float = -math.inf
@@ -84,6 +84,16 @@ class Span:
 
     def __hash__(self) -> int:
         return hash(self.pieces)
+
+
+def size_base(size: object) -> str:
+    """The base that a size is."""
+    return f"size {size}"
+
+
+def below_size(size: object) -> Span:
+    """Positions along a dimension of this size, whatever it comes to."""
+    return Span.of([Piece(-math.inf, -1, size_base(size), floor=0)])
 
 
 def _same_base(a: Piece, b: Piece) -> tuple[Piece, Piece]:

@@ -18,7 +18,7 @@ from . import _compat
 from .inputs import Batched, Static
 from .roles import Contradiction, Roles, find_roles
 from .row_rules import is_pointwise
-from .rows import Trace, record
+from .rows import Trace, expression, record
 
 Given = Mapping[str, Batched | Static]
 
@@ -109,8 +109,9 @@ def _roles(traced: TracedStep, given: Given) -> Roles | None:
         for node, name in traced.names.items()
         if isinstance(spec := given.get(name), Batched) and node in traced.trace.inputs
     }
+    fixed = [node for node, name in traced.names.items() if isinstance(given.get(name), Static)]
     try:
-        return find_roles(traced.trace, declared)
+        return find_roles(traced.trace, declared, fixed)
     except Contradiction:
         return None
 
@@ -232,7 +233,8 @@ def _refuse_ambiguous(
     empty = all(sizes[name][0] == extra for name, (_, extra) in units.items())
     for node, name in traced.names.items():
         if empty and roles is not None and name not in units and sizes[name][:1] == (0,):
-            if not roles.dims(traced.trace.inputs[node]):
+            tensor = traced.trace.inputs[node]
+            if not roles.dims(tensor) or expression(tensor.shape[0]) in roles.by_index:
                 raise Undecided(
                     f"{name} has no rows in a batch of none: whether it grows does not show",
                     f'call the step first with two requests, or declare inputs={{"{name}": ...}}',

@@ -27,7 +27,7 @@ from .options import Options
 from .output_plan import OutputPlan, check_outputs
 from .replay import Replay, Replays, Served
 from .stats import Stats
-from .survey import Surveyor
+from .survey import Survey, Surveyor
 
 # kinds of calls are few, and Dynamo's own limit is for code that nobody asked to compile
 _RECOMPILE_LIMIT = 256
@@ -47,7 +47,10 @@ def compile(
     Args:
         fn: the step: plain PyTorch with the ops of this package, traceable as one graph. Where it
             is not proven that padding cannot reach real rows, a warning says why, and batches run
-            at their own sizes. With ``inputs`` for every argument they are padded all the same
+            at their own sizes. With ``inputs`` for every argument they are padded all the same,
+            unless they are of sizes that the step does not take, like an odd number of tokens
+            where it views them in pairs. Such a step is padded to those ``sizes`` whose tokens,
+            ``next_n`` for each request, are whole groups
         inputs: arguments of ``fn`` that are :class:`Batched` or :class:`Static`. What it does not
             name is inferred at the first call, from what the ops of the step say of their
             arguments. Arguments without tensors are constants, and each new value compiles anew
@@ -130,15 +133,19 @@ class CompiledStep:
             if _compat.is_off():
                 return self._fn(*args, **kwargs)
             bound = self._bind(args, kwargs)
-            variant = self._inputs.settle(bound)
-            if not variant.pads:
+            variant, surveys = self._inputs.settle(bound)
+            if not variant.pads or not variant.sizes:
                 return self._run_unpadded(bound)
-            batch, kind = self._read(bound, variant)
+            batch, kind = self._read(bound, variant, surveys)
+            if not _fits(batch, variant, self._options.next_n):
+                return self._run_unpadded(bound)
+            size = self._size_of(batch, kind)
+            if size is None and not _fits_exactly(batch, variant):
+                return self._run_unpadded(bound)
             if batch.requests == batch.tokens == 0:
                 empty = self._plan(batch, kind).empty()
                 if empty is not None:
                     return empty
-            size = self._size_of(batch)
             self._stats.calls[size] += 1
             if size is None:
                 return self._run_exact(batch, kind)
@@ -169,7 +176,7 @@ class CompiledStep:
         """
         with self._alone(), torch.no_grad():
             bound = self._bind(args, kwargs)
-            variant = self._inputs.settle(bound)
+            variant, surveys = self._inputs.settle(bound)
             if not variant.pads:
                 if not variant.examined:
                     raise ValueError(
@@ -177,10 +184,12 @@ class CompiledStep:
                         f"say what grows, got {_shapes(bound)}"
                     )
                 return
-            batch, kind = self._read(bound, variant)
+            if not variant.sizes:
+                return
+            batch, kind = self._read(bound, variant, surveys)
             self._plan(batch, kind)
             with frozen_gc():
-                for size in reversed(self._options.sizes):
+                for size in reversed(kind.variant.sizes):
                     shape = self._shape_of(size, kind)
                     if self._graph(batch, kind, shape) is None:
                         self._buffers_of(batch, kind, shape).blank()
@@ -201,14 +210,14 @@ class CompiledStep:
         """
         with self._alone(), torch.no_grad():
             bound = self._bind(args, kwargs)
-            variant = self._inputs.settle(bound)
-            if not variant.pads:
+            variant, surveys = self._inputs.settle(bound)
+            if not variant.pads or not variant.sizes:
                 raise ValueError("buffers need a step that is padded, see stats().findings")
-            batch, kind = self._read(bound, variant)
-            size = self._size_of(batch)
+            batch, kind = self._read(bound, variant, surveys)
+            size = self._size_of(batch, kind)
             if size is None:
                 raise ValueError(
-                    f"buffers are for at most {self._options.sizes[-1]} requests, got "
+                    f"buffers are for at most {kind.variant.sizes[-1]} requests, got "
                     f"{max(batch.requests, -(-batch.tokens // self._options.next_n))}"
                 )
             return self._buffers_of(batch, kind, self._shape_of(size, kind)).fronts(
@@ -244,11 +253,16 @@ class CompiledStep:
         arguments: Any = dict(zip(self._names, args, strict=True))
         return inspect.BoundArguments(self._signature, arguments)
 
-    def _read(self, bound: inspect.BoundArguments, variant: Variant) -> tuple[Batch, Kind]:
-        batch = Batch.read(bound, variant.specs, self._surveyor, self._options.next_n)
-        kind = self._kinds.get(batch.kind)
+    def _read(
+        self, bound: inspect.BoundArguments, variant: Variant, surveys: Mapping[str, Survey]
+    ) -> tuple[Batch, Kind]:
+        next_n = self._options.next_n
+        batch = Batch.read(bound, variant.specs, self._surveyor, next_n, surveys)
+        # what is known of calls may have turned out to be so of some alone, and is another variant
+        key = variant, batch.kind
+        kind = self._kinds.get(key)
         if kind is None:
-            kind = self._kinds[batch.kind] = Kind(batch.surveys, variant.uniform)
+            kind = self._kinds[key] = Kind(batch.surveys, variant)
         elif kind.moved(batch.surveys):
             kind.moves += 1
             # memory that was let go may be somebody else's by now
@@ -271,18 +285,17 @@ class CompiledStep:
             self._planned.add("unpadded")
         return outputs
 
-    def _size_of(self, batch: Batch) -> int | None:
+    def _size_of(self, batch: Batch, kind: Kind) -> int | None:
         """The capture size that holds the batch; ``None`` above the largest."""
         needed = max(batch.requests, -(-batch.tokens // self._options.next_n))
-        index = bisect.bisect_left(self._options.sizes, needed)
-        return self._options.sizes[index] if index < len(self._options.sizes) else None
+        index = bisect.bisect_left(kind.variant.sizes, needed)
+        return kind.variant.sizes[index] if index < len(kind.variant.sizes) else None
 
     def _shape_of(self, size: int, kind: Kind) -> Shape:
         next_n = self._options.next_n
         if size in self._options.specialize:
             return Shape(size, size * next_n, "static")
-        if kind.uniform:
-            size = max(size, 2)
+        size = kind.variant.symbolic_size(size, next_n)
         return symbolic_shape(size, size * next_n)
 
     def _run_padded(self, batch: Batch, kind: Kind, shape: Shape, size: int | None = None) -> Any:
@@ -328,7 +341,8 @@ class CompiledStep:
     def _plan(self, batch: Batch, kind: Kind) -> OutputPlan:
         """How outputs follow the batch; learnt from a run of padding if need be."""
         if kind.plan is None:
-            size = max(self._options.sizes[0], 2)
+            size = max(kind.variant.sizes[0], 2)
+            size = kind.variant.symbolic_size(size, self._options.next_n)
             shape = symbolic_shape(size, size * self._options.next_n)
             self._buffers_of(batch, kind, shape).blank()
             self._learn(batch, kind, shape)
@@ -339,7 +353,16 @@ class CompiledStep:
         """Run symbolic code over the buffers of a shape and read the plan off it."""
         outputs, (artifact, given, results) = self._run_observed(batch, kind, shape)
         buffers = self._buffers_of(batch, kind, shape).tensors
-        kind.plan = OutputPlan.learn(artifact.sizes, given, results, buffers, batch.specs, outputs)
+        kind.plan = OutputPlan.learn(
+            artifact.sizes,
+            given,
+            results,
+            buffers,
+            batch.specs,
+            outputs,
+            kind.variant.multiple,
+            kind.variant.proven,
+        )
         return outputs
 
     def _graph(self, batch: Batch, kind: Kind, shape: Shape) -> Graph | None:
@@ -421,7 +444,14 @@ class CompiledStep:
             batch, kind, buffers = self._observing
             # whatever is wrong with the step is said before it writes to a cache
             _refuse_written(artifact, args, buffers)
-            check_outputs(artifact.sizes, args, buffers, batch.specs)
+            check_outputs(
+                artifact.sizes,
+                args,
+                buffers,
+                batch.specs,
+                kind.variant.multiple,
+                kind.variant.proven,
+            )
             statics = {id(tensor) for survey in batch.surveys for tensor in survey.tensors}
             kind.written |= {
                 _compat.storage_key(value)
@@ -446,6 +476,26 @@ class CompiledStep:
         artifact = build_graphed(gm, example_inputs, self._options, whole=True)
         self._artifacts.append(artifact)
         return artifact
+
+
+def _fits(batch: Batch, variant: Variant, next_n: int) -> bool:
+    """Padding can stand behind the tokens of a batch: they are whole groups, if they must be.
+
+    Of a batch that they are not, the step itself has to say what comes of it.
+    """
+    counts_tokens = any(batch.specs[name].per == "token" for name in batch.batched)
+    if variant.uniform and counts_tokens and batch.tokens != batch.requests * next_n:
+        return False
+    if not variant.limits.allow(batch.requests, batch.tokens, variant.tables):
+        return False
+    return not counts_tokens or batch.tokens % variant.multiple == 0
+
+
+def _fits_exactly(batch: Batch, variant: Variant) -> bool:
+    """Symbolic code serves a batch without padding: it has more than one of what is counted."""
+    if variant.uniform or variant.multiple > 1:
+        return batch.requests > 1 and batch.tokens >= 2 * variant.multiple
+    return variant.limits.allow_padded(max(batch.requests, 2), max(batch.tokens, 2), variant.tables)
 
 
 def _shapes(bound: inspect.BoundArguments) -> str:

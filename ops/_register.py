@@ -61,7 +61,7 @@ def register(
     _LIBRARY.impl(name, checked(launch), "CUDA")
     torch.library.register_fake(f"mtpgraph::{name}", checked(fake), lib=_LIBRARY)
     op = getattr(torch.ops.mtpgraph, name).default
-    declare(op, rows=rows, results=results, row_independent=True)
+    declare(op, rows=rows, results=results, row_independent=True, complete=True)
     return op
 
 

@@ -30,8 +30,8 @@ class Pad:
     """What an argument may hold in padding.
 
     Attributes:
-        fill: what to choose where there is a choice; "last" repeats the last real entry, and
-            admits whatever is not below it
+        fill: what to choose where there is a choice; "last" repeats the last real entry, so that
+            a padding request has no token. Each token may be a request of its own, too
         low, high: the numbers that do no harm
     """
 
@@ -48,11 +48,16 @@ class Result:
         rows: its dimension that grows, if one is declared
         low: the least number in a real row
         pad: the least and the greatest number in a padding row
+        own: the same where each token is a request of its own, padding tokens too: then a padding
+            row is of a padding request, and not of none
+        names: what its real numbers are numbers of, if of either
     """
 
     rows: Rows | None = None
     low: float = -math.inf
     pad: tuple[float, float] = (-math.inf, math.inf)
+    own: tuple[float, float] = (-math.inf, math.inf)
+    names: Literal["request", "token"] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,12 +70,14 @@ class Facts:
         results: one each; empty if nothing is declared
         row_independent: a row of a result depends on the same row of the arguments alone, or on
             rows of the same request as the batch contract has it
+        complete: no other argument grows than those in ``rows``
     """
 
     rows: Mapping[str, Rows]
     pads: Mapping[str, Pad]
     results: tuple[Result, ...]
     row_independent: bool
+    complete: bool = False
 
 
 _WORDS: dict[str, tuple[str, Pad | None]] = {
@@ -90,12 +97,14 @@ _WORDS: dict[str, tuple[str, Pad | None]] = {
 """Arguments by their name in the batch contract: their rows and their padding."""
 
 _RESULTS = {
-    "row_lens": Result(Rows("token"), low=0, pad=(0, 0)),
+    # a padding request has no keys
+    "row_lens": Result(Rows("token"), low=0, pad=(0, 0), own=(0, 0)),
     # -1 in a real row is a token of no request, which is padding of the caller's own
-    "row_requests": Result(Rows("token"), low=0, pad=(-1, -1)),
-    "topk_indices": Result(Rows("token"), low=-1, pad=(-1, -1)),
+    "row_requests": Result(Rows("token"), low=0, pad=(-1, -1), own=(0, math.inf), names="request"),
+    "row_block_table": Result(Rows("token"), pad=(-1, -1)),
+    "topk_indices": Result(Rows("token"), low=-1, pad=(-1, -1), own=(-1, -1)),
     "topk_slots": Result(Rows("token"), low=-1, pad=(-1, -1)),
-    "has_initial_state": Result(Rows("request"), low=0, pad=(1, 1)),
+    "has_initial_state": Result(Rows("request"), low=0, pad=(1, 1), own=(1, 1)),
 }
 """Results by their name in the batch contract."""
 
@@ -114,6 +123,7 @@ def declare(
     rows: Mapping[str, str | None] | None = None,
     results: str | Sequence[str | None] | None = (),
     row_independent: bool = False,
+    complete: bool = False,
 ) -> None:
     """Tell the compiler how an op behaves on a padded batch.
 
@@ -128,6 +138,8 @@ def declare(
         results: the same for each result; or its name in the batch contract
         row_independent: every row of a result depends on the same row of the arguments alone, and
             what the op writes it touches only in rows that arguments name
+        complete: every argument that has an entry per request or token is in ``rows``, or named as
+            below: a call in which another one grows is reported
 
     Arguments that are named as in the batch contract (``query_start_loc``, ``seq_lens``,
     ``block_table``, ``slot_mapping``, ``row_lens``, ``row_requests``, ``topk_indices``,
@@ -153,6 +165,7 @@ def declare(
             {name: _parse_rows(name, value) for name, value in rows.items()},
             [results] if isinstance(results, str | None) else list(results),
             row_independent,
+            complete,
         )
 
 
@@ -162,6 +175,7 @@ def _facts_from(
     rows: Mapping[str, Rows | None],
     results: Sequence[str | None],
     row_independent: bool,
+    complete: bool,
 ) -> Facts:
     found_rows: dict[str, Rows] = {}
     found_pads: dict[str, Pad] = {}
@@ -182,6 +196,7 @@ def _facts_from(
         found_pads,
         tuple(_RESULTS.get(r or "") or Result(_parse_rows("results", r)) for r in results),
         row_independent,
+        complete and bool(found_rows),
     )
 
 

@@ -52,5 +52,5 @@ _op = register(
     check=_check,
     reference=_reference,
     fake=_fake,
-    results=["token"],
+    results=["row_block_table"],
 )

@@ -141,6 +141,16 @@ def _offset_ids(t: Tensor, r: Tensor, c: Context) -> Rows:
     return t + F.embedding((c.ids + 1).clamp(max=len(c.table) - 1), c.table), r
 
 
+def _counted_again(t: Tensor, r: Tensor, c: Context) -> Rows:
+    starts = torch.arange(t.shape[0] + 1, dtype=torch.int32)
+    lens, numbers = ops.flatten_decode(starts, c.row_lens, t.shape[0])
+    return t + lens.unsqueeze(1) + t[numbers], r
+
+
+def _greedy(t: Tensor, r: Tensor, c: Context) -> Rows:
+    return t.gather(1, t.argmax(1, keepdim=True)) - t, r.gather(1, r.topk(2).indices).repeat(1, 2)
+
+
 PIECES = [
     Piece("pointwise", True, lambda t, r, c: (F.silu(t) * 2 + t, r.abs())),
     Piece("linear", True, lambda t, r, c: (F.linear(t, c.weight), r @ c.weight)),
@@ -174,6 +184,9 @@ PIECES = [
     Piece("first row", True, lambda t, r, c: (t + t[0], r + r[:1])),
     Piece("real requests", True, lambda t, r, c: (t / (c.seq_lens > 0).sum(), r)),
     Piece("rows behind by writing", True, _rows_behind),
+    Piece("greedy", True, _greedy),
+    Piece("a request per token", True, _counted_again),
+    Piece("row by number", True, lambda t, r, c: (t * c.table[: r.shape[0]][c.row_requests], r)),
     Piece("rows in front by writing", False, _rows_in_front),
     Piece("write all but the last", False, _doubled),
     Piece("front of a longer buffer", False, _longer),

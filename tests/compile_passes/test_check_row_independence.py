@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
-from mtpgraph import Batched, Static, ops
+from mtpgraph import Batched, Static, declare, ops
 from mtpgraph.compile_passes.check_row_independence import check_row_independence
 from mtpgraph.compile_passes.infer_batch import Inferred, infer_inputs
 from mtpgraph.compile_passes.row_rules import RULES, is_pointwise
@@ -132,9 +132,16 @@ def test_check_row_independence_never_calls_safe_what_is_not():
 ROWS = {"x": Batched(0), "i": Batched(0)}
 
 
+# torch 2.11 takes the size of its result for a constant, and the step with it
+CONSTANT = {"rows of as many numbers"} if torch.__version__.startswith("2.11.") else set[str]()
+
+
 @pytest.mark.parametrize("name", SAFE, ids=lambda name: name.replace(" ", "-"))
 def test_check_row_independence_proves(name: str):
     inferred = infer(SAFE[name], torch.randn(6, 4), torch.arange(6), torch.randn(8, 4), **ROWS)
+    if name in CONSTANT:
+        assert "takes its size for the constant 6" in inferred.findings[0].reason
+        return
     assert inferred.row_safe, inferred.findings
 
 
@@ -183,6 +190,66 @@ def test_check_row_independence_says_which_line_and_what_instead():
     assert finding.found_by == "check_row_independence"
     assert finding.reason.startswith("reduces over dimension 0, which grows with the batch")
     assert finding.remedy
+
+
+WRITES: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
+    "set": lambda x, i, kept: kept.__setitem__(i, x),
+    "put": lambda x, i, kept: kept.index_put_((i,), x),
+    "add": lambda x, i, kept: kept.index_add_(0, i, x),
+    "front": lambda x, i, kept: kept.__setitem__(slice(None, x.shape[0]), x),
+    "set a column": lambda x, i, kept: kept[:, 0].__setitem__(i, x[:, 0]),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_check_row_independence_reports_a_write_once(name: str):
+    def step(x: Tensor, i: Tensor, kept: Tensor) -> Tensor:
+        WRITES[name](x, i, kept)
+        return x * 2
+
+    (finding,) = infer(step, torch.randn(6, 4), torch.arange(6), torch.zeros(8, 4), **ROWS).findings
+    assert finding.kind == "rows mixed"
+    assert finding.reason == "writes batched rows to kept, padding among them"
+    assert finding.remedy.endswith("as ops.kv_cache_write_ does, and declare it: mtpgraph.declare")
+
+
+def test_check_row_independence_reports_a_scatter_into_memory_of_the_step():
+    def step(x: Tensor, i: Tensor) -> Tensor:
+        y = torch.zeros_like(x)
+        y[i % 2] = x
+        return y
+
+    found = infer(step, torch.randn(6, 4), torch.arange(6), **ROWS).findings
+    assert [finding.reason for finding in found if finding.kind == "rows mixed"] == [
+        "scatters rows by index, so padding rows are written too"
+    ]
+
+
+def test_check_row_independence_of_rows_repeated_by_lengths():
+    def step(x: Tensor, i: Tensor) -> Tensor:
+        return x.repeat_interleave(i, 0)
+
+    finding, *_ = infer(step, torch.randn(6, 4), torch.arange(6), **ROWS).findings
+    assert "repeats rows as often as a tensor says" in finding.reason
+    assert "row_requests of ops.flatten_decode" in finding.remedy
+    assert "declare" not in finding.remedy
+
+
+@pytest.mark.parametrize("complete", [False, True])
+def test_a_declaration_says_itself_that_it_is_complete(complete: bool):
+    """Whatever the namespace: then nothing else may grow."""
+    name = f"row_tests::paired_{complete}".lower()
+    library = torch.library.Library("row_tests", "FRAGMENT")
+    library.define(f"{name.split('::')[1]}(Tensor x, Tensor y) -> Tensor")
+    library.impl(name.split("::")[1], lambda x, y: x + y, "CompositeExplicitAutograd")
+    torch.library.register_fake(name, lambda x, y: x.new_empty(x.shape), lib=library)
+    op = getattr(torch.ops.row_tests, name.split("::")[1])
+    declare(op, rows={"x": "token"}, row_independent=True, complete=complete)
+    inferred = infer(lambda x, i: op(x, x * 2), torch.randn(6, 4), torch.arange(6), **ROWS)
+    reasons = [finding.reason for finding in inferred.findings]
+    wrong = f"y of {name} grows with the batch in dimension 0, where the op is not declared to"
+    assert any(reason.startswith(wrong) for reason in reasons) == complete
+    assert inferred.row_safe != complete, reasons
 
 
 def test_check_row_independence_points_at_a_branch():

@@ -4,6 +4,7 @@
 that mends one fails here, so that the table, and the pass, can shrink.
 """
 
+import functools
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +15,13 @@ import torch
 from torch import Tensor, fx
 
 from mtpgraph import bench_step
-from mtpgraph.compile_passes import _compat
+from mtpgraph.compile_passes import _compat, backend
+from mtpgraph.compile_passes.backend import stats
 from mtpgraph.compile_passes.find_host_syncs import find_host_syncs
-from mtpgraph.compile_passes.find_mutation_hazards import find_mutation_hazards
+from mtpgraph.compile_passes.find_mutation_hazards import (
+    find_mutation_hazards,
+    remove_snapshots,
+)
 from mtpgraph.compile_passes.graph_pass import PassManager
 from mtpgraph.compile_passes.report import Finding
 from mtpgraph.example.cache import make_caches
@@ -778,6 +783,48 @@ def test_finding_names_the_line_the_writer_and_what_to_write():
     assert finding.line == step.__code__.co_firstlineno + 1
     assert f"mtpgraph_hazards.write_ in line {finding.line + 1} writes" in finding.reason
     assert "finish what needs the value before the op" in finding.remedy
+
+
+@each(TRIGGERS)
+def test_the_engine_that_runs_calls_in_order_needs_no_snapshot(program: Program):
+    """Without them the graph is the one that the tracer made, which eager code runs as written."""
+    found: list[str] = []
+
+    def run(gm: fx.GraphModule, _: Any) -> Any:
+        before = str(gm.graph)
+        assert find_mutation_hazards(gm.graph)
+        assert str(gm.graph) != before
+        assert remove_snapshots(gm.graph)
+        gm.recompile()
+        found.extend((before, str(gm.graph)))
+        return gm.forward
+
+    assert is_as_eager(program, run, make_inputs)
+    assert found[0] == found[1]
+    engine: Any = functools.partial(backend.backend, options={"engine": "eager"})
+    assert is_as_eager(program, engine, make_inputs)
+
+
+def test_the_engine_that_runs_calls_in_order_makes_no_copy(monkeypatch: pytest.MonkeyPatch):
+    def step(lens: Tensor, previous: Tensor) -> Tensor:
+        kept = torch.ops.mtpgraph.snapshot(lens)
+        old = lens.clone()
+        lens.add_(1)
+        previous.copy_(old)
+        return kept
+
+    graphs: list[str] = []
+    monkeypatch.setitem(
+        backend._ENGINES,
+        "eager",
+        lambda gm, *rest: (backend._run_eager(gm, *rest), graphs.append(str(gm.graph)))[0],
+    )
+    compiled = torch.compile(step, backend="mtpgraph", options={"engine": "eager"})
+    lens, previous = torch.arange(3), torch.zeros(3, dtype=torch.int64)
+    assert compiled(lens, previous).tolist() == previous.tolist() == [0, 1, 2]
+    assert stats(compiled).rewrites == {"find_mutation_hazards": 1}
+    # the user's own stays
+    assert graphs[0].count("mtpgraph.snapshot") == 1
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -555,6 +555,292 @@ def test_infer_batch_cannot_tell_an_empty_row_from_an_empty_table():
     assert other.decided
 
 
+GROUPS: dict[str, tuple[Callable[[Tensor], Any], int | None]] = {
+    "view": (lambda x: x.view(-1, 2, 4).mean(1), 2),
+    "view by the size": (lambda x: x.view(x.shape[0] // 2, 2, 4).mean(1), 2),
+    "reshape": (lambda x: x.reshape(-1, 2, 4).softmax(1), 2),
+    "unflatten": (lambda x: x.unflatten(0, (-1, 3)).amax(1), 3),
+    "groups of several sizes": (lambda x: (x.view(-1, 2, 4).sum(1), x.view(-1, 3, 4).sum(1)), 6),
+    "rows of two tokens": (lambda x: x.view(-1, 2 * x.shape[1]) * 2, 2),
+    "heads": (lambda x: x.view(-1, 2, 2).sum(1), 1),
+    "half of the rows in groups": (lambda x: x.view(-1, 2, 4)[: x.shape[0] // 4].sum(1), None),
+    "every second group": (lambda x: x.view(-1, 2, 4)[::2].sum(1), None),
+    "groups turned": (lambda x: x.view(-1, 2, 4).transpose(0, 1).reshape(-1, 4), None),
+    "last group": (lambda x: x.view(-1, 2, 4)[-1], None),
+    "half of the rows and groups": (
+        lambda x: (x.view(-1, 2, 4).sum(1), x[: x.shape[0] // 2].clone()),
+        None,
+    ),
+    "half of the rows": (lambda x: x[: x.shape[0] // 2].clone(), None),
+    "groups across": (lambda x: x.view(2, -1, 4).mean(0), None),
+    "mean of groups": (lambda x: x.view(-1, 2, 4).mean(0), None),
+    "sorted groups": (lambda x: x.view(-1, 2, 4).sort(0).values, None),
+    "by columns": (lambda x: x.t().reshape(4, 2, -1).sum(1), None),
+    "number of groups": (lambda x: x.view(-1, 2, 4).sum(1) / (x.shape[0] // 2), None),
+    "new rows": (lambda x: x.new_zeros(x.shape[0] // (x.shape[0] // 4), 4).sum(0), None),
+}
+"""What a step does with tokens, and of how many it makes a group; None: what is not safe to pad."""
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_infer_batch_of_tokens_in_groups(name: str):
+    value, multiple = GROUPS[name]
+
+    def step(x: Tensor, query_start_loc: Tensor, seq_lens: Tensor) -> Any:
+        row_lens, _ = ops.flatten_decode(query_start_loc, seq_lens, x.shape[0])
+        return value(x + row_lens.unsqueeze(1))
+
+    inferred = infer(step, torch.randn(12, 4), *lens(5, 3, 4))
+    assert inferred.row_safe == (multiple is not None), inferred.findings
+    assert inferred.inputs["x"] == Batched(0, per="token")
+    assert inferred.tokens_per_request is None
+    if multiple is not None:
+        assert inferred.multiple == multiple
+
+
+def even(x: Tensor, query_start_loc: Tensor, seq_lens: Tensor) -> Tensor:
+    row_lens, _ = ops.flatten_decode(query_start_loc, seq_lens, x.shape[0])
+    x = x + row_lens.unsqueeze(1)
+    if x.shape[0] % 2:
+        return x.cumsum(1)
+    return x.view(-1, 2, 4).flip(1).flatten(0, 1)
+
+
+def pairs(x: Tensor, query_start_loc: Tensor, seq_lens: Tensor) -> Any:
+    row_lens, _ = ops.flatten_decode(query_start_loc, seq_lens, x.shape[0])
+    grouped = (x + row_lens.unsqueeze(1)).view(-1, 2, 4)
+    return grouped.softmax(1), grouped.sum(1)
+
+
+def test_a_step_that_views_tokens_in_groups_is_padded_with_whole_groups():
+    step = mtpgraph.compile(pairs, sizes=[2, 4], next_n=2, engine="eager")
+    for query_lens in ([2, 2], [1, 3, 2], [2], [1, 1, 3, 1], [4, 4, 4, 4]):
+        batch = torch.randn(sum(query_lens), 4), *lens(*query_lens)
+        torch.testing.assert_close(step(*batch), pairs(*batch))
+    assert step.stats().calls == {2: 2, 4: 2, None: 1}
+    with pytest.raises(Exception, match=r"invalid for input|shape"):
+        step(torch.randn(3, 4), *lens(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("options", "calls"),
+    [
+        ({}, {2: 1, 4: 3, None: 1}),
+        ({"next_n": 3}, {2: 4, 4: 1}),
+        ({"next_n": 3, "sizes": [1, 3, 4]}, {4: 5}),
+        ({"next_n": 4, "sizes": [1, 2]}, {1: 1, 2: 3, None: 1}),
+    ],
+    ids=str,
+)
+def test_a_step_that_views_tokens_in_groups_takes_sizes_of_whole_groups(
+    options: dict[str, Any], calls: dict[int | None, int]
+):
+    step = mtpgraph.compile(pairs, **{"sizes": [1, 2, 3, 4], "engine": "eager", **options})
+    for query_lens in ([1, 1], [1, 3], [2, 2], [4], [4, 6]):
+        batch = torch.randn(sum(query_lens), 4), *lens(*query_lens)
+        torch.testing.assert_close(step(*batch), pairs(*batch))
+    assert step.stats().calls == calls
+
+
+def test_a_step_that_views_tokens_in_groups_is_not_padded_without_such_a_size():
+    step = mtpgraph.compile(pairs, sizes=[1, 3], next_n=1, engine="eager")
+    with pytest.warns(RuntimeWarning, match=r"no size holds whole groups .* pass next_n=2"):
+        step(torch.randn(4, 4), *lens(1, 3))
+    for query_lens in ([1, 1], [1, 3], [4, 6]):
+        batch = torch.randn(sum(query_lens), 4), *lens(*query_lens)
+        torch.testing.assert_close(step(*batch), pairs(*batch))
+    assert step.stats().calls == {None: 4}
+
+
+def test_a_step_that_groups_some_batches_alone_is_padded_for_those():
+    """The branch is the right one for every batch that is padded: others run as they are."""
+    step = mtpgraph.compile(even, sizes=[2, 4], next_n=2, engine="eager")
+    for count in (4, 3, 2, 5, 6, 8):
+        batch = torch.randn(count, 4), *lens(count // 2, count - count // 2)
+        torch.testing.assert_close(step(*batch), even(*batch))
+    assert step.stats().calls[None] == 2
+
+
+def test_a_step_for_uniform_batches_leaves_others_as_they_are():
+    """Tokens are two for each request in the first batch, and in no other by nature."""
+
+    def step(x: Tensor, query_start_loc: Tensor, seq_lens: Tensor) -> Tensor:
+        row_lens, _ = ops.flatten_decode(query_start_loc, seq_lens, x.shape[0])
+        x = x + row_lens.unsqueeze(1)
+        if x.shape[0] == 2 * seq_lens.shape[0]:
+            return x.view(seq_lens.shape[0], 2, 4).cumsum(1).flatten(0, 1)
+        return x * 3
+
+    compiled = mtpgraph.compile(step, sizes=[4, 8], next_n=2, engine="eager")
+    for query_lens in ([2, 2], [1, 2], [2, 2, 2], [1, 1, 1], [3, 2, 2]):
+        batch = torch.randn(sum(query_lens), 4), *lens(*query_lens)
+        torch.testing.assert_close(compiled(*batch), step(*batch))
+
+
+INDICES: dict[str, tuple[Callable[[Tensor, Tensor], Any], bool]] = {
+    "argmax": (lambda x, w: x.gather(1, x.argmax(1, keepdim=True)), True),
+    "topk": (lambda x, w: x.gather(1, x.topk(2).indices), True),
+    "sorted": (lambda x, w: x.gather(1, x.sort(-1).indices.int().long()), True),
+    "scattered": (lambda x, w: torch.zeros_like(x).scatter(1, x.topk(2).indices, 1.0), True),
+    "row of a table as wide": (lambda x, w: (x @ w).t()[x.argmax(1) * 0], True),
+    "one further": (lambda x, w: x.gather(1, x.argmax(1, keepdim=True) + 1), False),
+    "twice as far": (lambda x, w: x.gather(1, x.argmax(1, keepdim=True) * 2), False),
+    "of another table": (lambda x, w: w[x.argmax(1)], False),
+    "of the narrower half": (lambda x, w: x[:, 1:].gather(1, x.argmax(1, keepdim=True)), False),
+    "sum of two": (lambda x, w: x.gather(1, (x.argmax(1) + x.argmin(1))[:, None]), False),
+}
+"""Positions that an op returns, as an index; whether they are known to be within."""
+
+
+@pytest.mark.parametrize("name", INDICES)
+def test_infer_batch_of_positions_as_indices(name: str):
+    value, safe = INDICES[name]
+
+    def step(x: Tensor, query_start_loc: Tensor, seq_lens: Tensor, w: Tensor) -> Any:
+        return value(flat(x, query_start_loc, seq_lens), w)
+
+    inferred = infer(step, torch.randn(6, 4), *lens(2, 1, 3), torch.randn(4, 5))
+    found = [f.reason for f in inferred.findings if "an index must stay within" in f.reason]
+    assert bool(found) != safe, inferred.findings
+
+
+def blocks(change: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    def step(
+        x: Tensor, query_start_loc: Tensor, seq_lens: Tensor, block_table: Tensor, kv: Tensor
+    ) -> Tensor:
+        row_lens, row_requests = ops.flatten_decode(query_start_loc, seq_lens, x.shape[0])
+        table = ops.expand_block_table(block_table, row_requests)
+        return x + row_lens.unsqueeze(1) + kv[change(table)].sum(1)
+
+    return step
+
+
+@pytest.mark.parametrize(
+    ("change", "safe"),
+    [
+        (lambda table: table.clamp(min=0), True),
+        (lambda table: table + 1, True),
+        (lambda table: torch.where(table < 0, 0, table), True),
+        (lambda table: table, True),
+        (lambda table: table - 2, False),
+        (lambda table: table.clamp(min=2), False),
+        (lambda table: table.clamp(min=0) + 2, False),
+        (lambda table: table * 3, False),
+    ],
+    ids=["clamped", "from one", "masked", "the last", "below", "above", "moved", "multiplied"],
+)
+def test_infer_batch_of_an_index_from_an_expanded_block_table(
+    change: Callable[[Tensor], Tensor], safe: bool
+):
+    """Its padding rows are -1, and a table of blocks has two at least."""
+    tensors = torch.arange(6, dtype=torch.int32).view(3, 2), torch.randn(6, 4)
+    inferred = infer(blocks(change), torch.randn(6, 4), *lens(2, 1, 3), *tensors)
+    assert inferred.row_safe == safe, inferred.findings
+    assert inferred.inputs["block_table"] == Batched(0, pad=-1 if safe else 0) or not safe
+
+
+def counted(starts: Callable[[int, Tensor], Tensor]) -> Callable[..., Tensor]:
+    def step(x: Tensor, slots: Tensor, query_start_loc: Tensor, seq_lens: Tensor) -> Tensor:
+        row_lens, _ = ops.flatten_decode(query_start_loc, seq_lens, x.shape[0])
+        lens, _ = ops.flatten_decode(starts(x.shape[0], slots), row_lens, x.shape[0])
+        return x + lens.unsqueeze(1)
+
+    return step
+
+
+_STEPS: Any = {"dtype": torch.int32}
+STARTS: dict[str, Callable[[int, Tensor], Tensor]] = {
+    "head": lambda n, s: torch.arange(64, **_STEPS)[: n + 1],
+    "middle": lambda n, s: torch.arange(64, **_STEPS)[3 : n + 4],
+    "cast": lambda n, s: torch.arange(64)[: n + 1].int(),
+    "cast before": lambda n, s: torch.arange(64).int().clone()[: n + 1],
+    "every second": lambda n, s: torch.arange(0, 128, 2, **_STEPS).narrow(0, 0, n + 1),
+    "backward": lambda n, s: torch.arange(64, 0, -1, **_STEPS)[: n + 1],
+    "flipped": lambda n, s: torch.arange(64, **_STEPS).flip(0)[: n + 1],
+    "negative": lambda n, s: (-torch.arange(64, **_STEPS))[: n + 1],
+    "turned": lambda n, s: torch.arange(64, **_STEPS).view(8, 8).t().reshape(64)[: n + 1],
+    "rows": lambda n, s: torch.arange(64, **_STEPS).repeat(2)[: n + 1],
+    "remainder": lambda n, s: (torch.arange(64, **_STEPS) % 8)[: n + 1],
+    "written": lambda n, s: torch.arange(64, **_STEPS).index_fill_(0, s, 0)[: n + 1],
+    "as a narrow integer": lambda n, s: torch.arange(600)[: n + 1].to(torch.int8).int(),
+}
+"""Offsets of rows of one token, which padding would have go on in ways of its own."""
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_infer_batch_of_offsets_from_an_arange(name: str):
+    args = torch.randn(6, 4), torch.tensor([3, 5]), *lens(2, 1, 3)
+    inferred = infer(counted(STARTS[name]), *args)
+    reason = "query_start_loc of mtpgraph::flatten_decode must"
+    assert any(finding.reason.startswith(reason) for finding in inferred.findings)
+    assert not inferred.row_safe
+
+
+ROWS_BY_INDEX: dict[str, tuple[Callable[..., Tensor], str | None]] = {
+    "as it is": (lambda x, y, q, r: x + y[r], "request"),
+    "clamped": (lambda x, y, q, r: x + y[r.clamp(min=0)], "request"),
+    "cast": (lambda x, y, q, r: x + F.embedding(r.long().clamp_min(0), y), "request"),
+    "selected": (lambda x, y, q, r: x + (y * 2).index_select(0, r.clamp(min=0)), "request"),
+    "moved": (lambda x, y, q, r: x + y[r.clamp(min=0) + 0 * r], None),
+    "next": (lambda x, y, q, r: x + y[(r + 1).clamp(max=2)], None),
+    "from the second": (lambda x, y, q, r: x + y[r.clamp(min=1)], None),
+    "as truth": (lambda x, y, q, r: x + y[r.bool().long()], None),
+    "columns": (lambda x, y, q, r: x + y.t()[:, r.clamp(min=0)].t(), None),
+    "last token": (lambda x, y, q, r: x[:1] + y[q[1:] - 1], "token"),
+    "last token, cast": (lambda x, y, q, r: x[:1] + y[q.long()[1:].sub(1)], "token"),
+    "the one before": (lambda x, y, q, r: x[:1] + y[q[1:] - 2], None),
+    "lengths": (lambda x, y, q, r: x[:1] + y[q[1:] - q[:-1]], None),
+}
+"""How something is indexed, and what that shows it to have a row for."""
+
+
+@pytest.mark.parametrize("name", ROWS_BY_INDEX)
+def test_infer_batch_of_rows_that_are_indexed_by_number(name: str):
+    value, unit = ROWS_BY_INDEX[name]
+
+    def step(x: Tensor, y: Tensor, query_start_loc: Tensor, seq_lens: Tensor) -> Tensor:
+        row_lens, requests = ops.flatten_decode(query_start_loc, seq_lens, x.shape[0])
+        return value(x + row_lens.unsqueeze(1), y, query_start_loc, requests)
+
+    x, (starts, seq_lens) = torch.randn(6, 4), lens(2, 1, 3)
+    rows = {"request": 3, "token": 6, None: 3}[unit]
+    inferred = infer(step, x, torch.randn(rows, 4), starts, seq_lens)
+    assert inferred.inputs["y"] == (Batched(0, per=unit) if unit else Static())
+    assert inferred.by_index == (frozenset("y") if unit else frozenset())
+    if unit:
+        assert inferred.row_safe, inferred.findings
+        # a table of more rows is one
+        longer = infer(step, x, torch.randn(rows + 1, 4), starts, seq_lens)
+        assert longer.inputs["y"] == Static()
+        # and so is what the caller says
+        assert infer(step, x, torch.randn(rows, 4), starts, seq_lens, y=Static()).inputs == {
+            **inferred.inputs,
+            "y": Static(),
+        }
+
+
+@pytest.mark.parametrize("first", [3, 8], ids=["as many", "more"])
+def test_a_table_that_had_as_many_rows_as_the_first_batch_is_found_to_be_one(first: int):
+    def step(x: Tensor, table: Tensor, query_start_loc: Tensor, seq_lens: Tensor) -> Tensor:
+        row_lens, requests = ops.flatten_decode(query_start_loc, seq_lens, x.shape[0])
+        return x + row_lens.unsqueeze(1) + table[requests.clamp(min=0)]
+
+    table = torch.randn(first, 4)
+    compiled = mtpgraph.compile(step, sizes=[4, 8], next_n=2, engine="eager")
+    for query_lens in ([2, 1, 2], [1, 2], [2, 2], [1]):
+        batch = torch.randn(sum(query_lens), 4), table, *lens(*query_lens)
+        torch.testing.assert_close(compiled(*batch), step(*batch))
+    assert compiled.inputs["table"] == Static()
+    assert set(compiled.stats().calls) == {4}
+    # rows for each request are padded, and no size compiles anew
+    rows = mtpgraph.compile(step, sizes=[4, 8], next_n=2, engine="eager")
+    for query_lens in ([2, 1, 2], [1, 2], [2, 2, 1, 1, 1]):
+        batch = torch.randn(sum(query_lens), 4), torch.randn(len(query_lens), 4), *lens(*query_lens)
+        torch.testing.assert_close(rows(*batch), step(*batch))
+    assert rows.inputs["table"] == Batched(0)
+    assert rows.stats().recompiles == 0
+
+
 def test_infer_batch_is_a_pass():
     def step(v: Tensor, x: Tensor, cache: Tensor, table: Tensor) -> Tensor:
         ops.kv_cache_write_(x, v, cache)
@@ -578,3 +864,36 @@ def test_inferred_inputs_run_a_padded_step():
     torch.testing.assert_close(step(*batch, pools), expected)
     for name, pool in pools.items():
         torch.testing.assert_close(pool, expected_pools[name], equal_nan=True)
+
+
+def test_inferred_inputs_run_a_padded_step_with_an_fp8_cache():
+    """The cache keeps its shape, and what padding rows hold is not quantised into it."""
+
+    def step(
+        q: Tensor, kv: Tensor, slot_mapping: Tensor, topk_indices: Tensor, block_table: Tensor,
+        query_start_loc: Tensor, cache: Tensor,
+    ) -> Tensor:  # fmt: skip
+        ops.kv_cache_write_(kv, slot_mapping, cache)
+        out, _ = ops.sparse_mla_decode(
+            q, cache, topk_indices, block_table, query_start_loc, 0.1, latent_dim=128
+        )
+        return out
+
+    def batch(count: int) -> tuple[Tensor, ...]:
+        """One token of each request, in the first slot of the only block of the request."""
+        q, kv = torch.randn(count, 2, 136), torch.randn(count, 136)
+        blocks = torch.randperm(8, dtype=torch.int32)[:count]
+        starts = torch.arange(count + 1, dtype=torch.int32)
+        return q, kv, blocks.long() * 4, int32(*[0] * count)[:, None], blocks[:, None], starts
+
+    cache = torch.full((8, 4, 148), 0xFF, dtype=torch.uint8)
+    expected_cache = cache.clone()
+    inferred = infer(step, *batch(3), cache)
+    assert inferred.row_safe, inferred.findings
+    assert inferred.inputs["kv"] == Batched(0, pad=0, per="token")
+    assert inferred.inputs["cache"] == Static()
+    compiled = mtpgraph.compile(step, inputs=inferred.inputs, sizes=[4, 8], engine="eager")
+    for count in (3, 1, 4, 7):
+        args = batch(count)
+        torch.testing.assert_close(compiled(*args, cache), step(*args, expected_cache))
+        assert_same_bits(cache, expected_cache)

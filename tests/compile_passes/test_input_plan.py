@@ -8,6 +8,7 @@ from torch import Tensor
 
 import mtpgraph
 from mtpgraph import Batched, Static, ops
+from mtpgraph.compile_passes.survey import Survey, Surveyor
 from tests.helpers import assert_same_bits
 
 from .support import INPUTS, NEXT_N, Stream, copy_pools, hybrid_step, make_pools
@@ -207,3 +208,36 @@ def test_outputs_per_token_where_the_step_fixes_the_tokens_of_a_request() -> Non
         for actual, expected in zip(step(*args), fn(*args), strict=True):
             torch.testing.assert_close(actual, expected)
     assert step.stats().calls == {4: 1, 2: 1, 8: 2, 1: 1}
+
+
+def test_a_call_looks_into_each_argument_once(monkeypatch: pytest.MonkeyPatch):
+    step = mtpgraph.compile(hybrid_step, sizes=[4], next_n=2, engine="eager")
+    stream, pools = Stream(3), make_pools(3)
+    step(*stream.batch([2, 1, 2]), pools)
+    looked: list[str] = []
+    look = Surveyor.look
+
+    def watched(self: Surveyor, name: str, value: Any) -> Survey:
+        looked.append(name)
+        return look(self, name, value)
+
+    monkeypatch.setattr(Surveyor, "look", watched)
+    step(*stream.batch([1, 2]), pools)
+    assert looked == ["pools"]
+
+
+@pytest.mark.filterwarnings("ignore:batches are not padded:RuntimeWarning")
+@pytest.mark.parametrize("first", [[1, 1], [2], [1, 1, 1, 1]], ids=str)
+def test_as_many_tokens_as_requests_in_the_first_batch_alone(first: list[int]):
+    """A later batch shows that the two are not the same."""
+
+    def fn(x: Tensor, query_start_loc: Tensor, seq_lens: Tensor) -> Tensor:
+        row_lens, _ = ops.flatten_decode(query_start_loc, seq_lens, x.shape[0])
+        return (x + row_lens[:, None]).view(seq_lens.shape[0], -1, 3).cumsum(1)
+
+    step = compile_step(fn, next_n=2)
+    for query_lens in (first, [2, 2], [1, 1], [2, 2, 2], [3, 3], first):
+        starts = torch.tensor([0, *query_lens]).cumsum(0).int()
+        args = torch.randn(sum(query_lens), 3), starts, starts[1:] + 4
+        torch.testing.assert_close(step(*args), fn(*args))
+    assert step.inputs["x"] == Batched(per="token")

@@ -1,5 +1,9 @@
 """Findings name the user's line; nothing is kept where nobody collects."""
 
+from pathlib import Path
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor, fx
 
@@ -56,3 +60,38 @@ def test_the_same_finding_is_kept_once_and_only_while_collecting() -> None:
         note(node, "left alone", "p", "inside")
     note(node, "left alone", "p", "after")
     assert [finding.reason for finding in findings] == ["inside"]
+
+
+@pytest.mark.parametrize(
+    "folder",
+    [
+        "env/lib/python3.12/site-packages",
+        "usr/lib/python3/dist-packages",
+        "home/me/.local/lib/python3.12/site-packages",
+        "work/vendored/site-packages",
+    ],
+)
+def test_a_library_is_not_blamed_wherever_it_is_installed(folder: str, tmp_path: Path) -> None:
+    package = tmp_path / folder / "shapes"
+    package.mkdir(parents=True)
+    library = package / "pooling.py"
+    library.write_text("def mean(x):\n    return x.mean(0)\n")
+    code: dict[str, Any] = {}
+    exec(compile(library.read_text(), str(library), "exec"), code)
+
+    def pooled(x: Tensor) -> Tensor:
+        return x - code["mean"](x)  # the call
+
+    _, probe = trace(pooled, torch.randn(4, 2), passes=(note_all,))
+    found = {finding.op: finding for finding in probe.manager.findings}
+    assert found[".mean()"].file == __file__
+    assert found[".mean()"].code == 'return x - code["mean"](x)  # the call'
+
+
+def test_a_library_is_named_where_nothing_else_ran(tmp_path: Path) -> None:
+    file = tmp_path / "site-packages" / "model.py"
+    node = fx.Graph().placeholder("x")
+    node.meta["stack_trace"] = f'  File "{file}", line 7, in forward\n    return x.mean(0)\n'
+    with collect() as findings:
+        note(node, "left alone", "p", "inside")
+    assert (findings[0].file, findings[0].line) == (str(file), 7)

@@ -26,20 +26,6 @@ INPUTS = {
 }
 """What the arguments of a step are to its batch, by the names that all models use."""
 
-VIEW_OF_DRAFTS = (
-    "a view of tokens as [-1, next_n] has tokens // (tokens // 2) in place of 2 for its second "
-    "size, which is taken for one that grows: nothing is padded"
-)
-
-ROW_REQUESTS = (
-    "what is indexed by row_requests is not known to have a row for each request: it is taken for "
-    "Static, and each number of requests compiles anew"
-)
-
-Part = Literal["inputs", "numbers"]
-"""What a known gap is of: what is inferred, so that a step is not padded or compiles too often, or
-what is computed."""
-
 PADS: dict[str, tuple[Any, ...]] = {"tokens": (0, -1), "positions": (0, -1), "block_table": (-1, 0)}
 """Further pads that would do as well."""
 
@@ -74,7 +60,6 @@ class Model:
             matrices and functions like ``exp`` round by the size of the batch
         inductor: the numbers of generated code are looked at, too
         needs: a module without which the model is skipped
-        known_gaps: why what is expected does not hold yet, by the part of it that does not
     """
 
     name: str
@@ -98,7 +83,6 @@ class Model:
     exact: bool = False
     inductor: bool = False
     needs: str = ""
-    known_gaps: Mapping[Part, str] = dataclasses.field(default_factory=dict)
 
     def fresh(self) -> "Setup":
         """The step with caches of its own, the same each time."""

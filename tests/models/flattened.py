@@ -8,7 +8,7 @@ from torch import Tensor
 from mtpgraph import ops
 
 from .batches import DIM, MAX_SEQ_LEN, index_cache, kv_cache
-from .corpus import ROW_REQUESTS, Model
+from .corpus import Model
 from .parts import index_scores
 
 TOPK = 3
@@ -28,6 +28,9 @@ ARANGES: dict[str, Arange] = {
     "narrow": lambda n, x: torch.arange(64, dtype=torch.int32).narrow(0, 0, n + 1),
 }
 """Ways to write 0, 1, 2, ..., one query token per row."""
+
+HEADS = ("head", "narrow")
+"""Of an arange of a fixed length, which a padded batch may outgrow."""
 
 
 def flattened(arange: Arange) -> Callable[..., Tensor]:
@@ -150,8 +153,6 @@ def caches() -> dict[str, Tensor]:
     return {"index_k": index_cache()}
 
 
-_HEAD = "the head of an arange is not known to go on counting in padding, so nothing is padded"
-
 MODELS = [
     *(
         Model(
@@ -159,9 +160,9 @@ MODELS = [
             step=flattened(arange),
             kept=caches,
             rewrites={"use_native_rows": 1, "fuse_select": 1},
+            findings=(("padding unknown", "return ops.indexer_logits("),) if form in HEADS else (),
             exact=True,
             spelling=form not in ("end", "head"),
-            known_gaps={"inputs": _HEAD} if form == "head" else {},
         )
         for form, arange in ARANGES.items()
     ),
@@ -185,7 +186,6 @@ MODELS = [
             ("fuse_select", "row_lens"),
         ),
         exact=True,
-        known_gaps={"inputs": ROW_REQUESTS},
     ),
     Model(
         name="native",

@@ -152,8 +152,6 @@ MODELS = [
         findings=(
             ("rows mixed", "expert.argsort(stable=True)"),
             ("rows mixed", "y[order.argsort()]"),
-            ("padding unknown", "x[order]"),
-            ("padding unknown", "y[order.argsort()]"),
         ),
     ),
     Model(

@@ -7,7 +7,7 @@ from torch import Tensor
 from mtpgraph import ops
 
 from .batches import BLOCK_SIZE, BLOCKS, DIM, MAX_SEQ_LEN, NEXT_N, kv_cache, ssm_pool
-from .corpus import ROW_REQUESTS, VIEW_OF_DRAFTS, Model
+from .corpus import Model
 from .parts import mamba2
 
 
@@ -109,10 +109,6 @@ MODELS = [
         name="last token of each request, alone",
         step=last_tokens_alone,
         exact=True,
-        known_gaps={
-            "numbers": "what is indexed by query_start_loc is not known to have a row for each "
-            "token"
-        },
     ),
     Model(
         name="first token of each request",
@@ -127,16 +123,11 @@ MODELS = [
         name="per-request rows for tokens",
         step=per_token,
         exact=True,
-        known_gaps={"inputs": ROW_REQUESTS},
     ),
     Model(
         name="attention by request",
         step=sdpa_by_request,
         kept=lambda: {"kv": kv_cache()},
-        known_gaps={
-            "inputs": "expand_block_table does not declare that padding rows are -1, so an index "
-            "made of them is not known to be one"
-        },
     ),
     Model(
         name="attention across the batch",
@@ -154,7 +145,6 @@ MODELS = [
         name="mean of drafts",
         step=uniform_mean,
         batches="uniform",
-        known_gaps={"inputs": VIEW_OF_DRAFTS},
     ),
     Model(name="rotary table", step=rotary, kept=lambda: {"table": angles()}),
     Model(name="positions by hand", step=positions_by_hand, exact=True),

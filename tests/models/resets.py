@@ -165,12 +165,6 @@ MODELS = [
         step=mask_by_hand,
         kept=lambda: {"ssm": ssm_pool()},
         left_alone=(("fuse_state_reset", "has_initial_state"),),
-        known_gaps={
-            "numbers": "torch 2.11 calls lens.__eq__(0) for lens == 0, which is taken for a method "
-            "that writes: the step is refused"
-        }
-        if torch.__version__.startswith("2.11.")
-        else {},
     ),
     Model(name="mask given to the update", step=mask_given, kept=lambda: {"ssm": ssm_pool()}),
     Model(

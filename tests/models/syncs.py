@@ -89,10 +89,6 @@ MODELS = [
         name="greedy sampling",
         step=greedy,
         exact=True,
-        known_gaps={
-            "inputs": "argmax is not known to stay below the size of what it looks along, where "
-            "that is a size of an input, so an index made of it is not known to be one"
-        },
     ),
     Model(
         name="multinomial sampling",

@@ -35,7 +35,7 @@ from . import (
     syncs,
 )
 from .batches import NEXT_N
-from .corpus import INPUTS, PADS, Model, Part, Setup
+from .corpus import INPUTS, PADS, Model, Setup
 
 MODELS = [
     *flattened.MODELS,
@@ -53,20 +53,13 @@ MODELS = [
 SIZES = (2, 4, 8)
 
 
-_FAILURES = (AssertionError, RuntimeWarning, ValueError)
-
-
-def each(models: list[Model], *parts: Part) -> Any:
-    """A test of each of the models, and of which parts of what is expected of them."""
+def each(models: list[Model]) -> Any:
+    """A test of each of the models."""
     found = []
     for model in models:
         marks = []
         if model.needs and importlib.util.find_spec(model.needs) is None:
             marks.append(pytest.mark.skip(reason=f"needs {model.needs}"))
-        for part in parts:
-            if part in model.known_gaps:
-                reason = model.known_gaps[part]
-                marks.append(pytest.mark.xfail(strict=True, reason=reason, raises=_FAILURES))
         name = model.name.replace(",", "").replace(" ", "-")
         found.append(pytest.param(model, id=name, marks=marks))
     return pytest.mark.parametrize("model", found)
@@ -232,7 +225,7 @@ def compiled(model: Model, setup: Setup, engine: str) -> CompiledStep:
     )
 
 
-def serve(model: Model, engine: str, judged: bool = True) -> Stats:
+def serve(model: Model, engine: str) -> Stats:
     """Changing batches through a compiled step: outputs and caches are those of eager."""
     batches = model.stream(poisoned=not model.findings)
     if model.findings:
@@ -246,7 +239,7 @@ def serve(model: Model, engine: str, judged: bool = True) -> Stats:
     expected, other = in_eager(model, batches)
     exact = model.exact and engine == "eager"
     for number, (batch, want) in enumerate(zip(batches, expected, strict=True)):
-        with warned(judged and bool(model.findings) and number == 0):
+        with warned(bool(model.findings) and number == 0):
             actual = step(**arguments(setup, batch))
         assert_equal(actual, want, exact)
     assert_equal(setup.tensors(), other.tensors(), exact)
@@ -274,7 +267,7 @@ def assert_inferred(model: Model, found: Inferred) -> None:
         assert spec.pad in PADS.get(name, (wanted.pad,)), name
 
 
-@each([model for model in WHOLE if not model.spelling], "inputs", "numbers")
+@each([model for model in WHOLE if not model.spelling])
 def test_inputs_and_numbers_of_the_compiled_step(model: Model, inferred: list[Inferred]) -> None:
     """Nothing is declared: what grows is found, padding is harmless, numbers are those of eager."""
     stats = serve(model, "eager")
@@ -289,13 +282,6 @@ def test_inputs_and_numbers_of_the_compiled_step(model: Model, inferred: list[In
         assert stats.graphs == 1 + stats.recompiles
     assert stats.graph_breaks == 0
     assert_lines(left_alone(stats.findings), model.left_alone)
-
-
-@each([model for model in WHOLE if "inputs" in model.known_gaps])
-@pytest.mark.filterwarnings("ignore:batches are not padded:RuntimeWarning")
-def test_numbers_hold_in_spite_of_a_gap(model: Model) -> None:
-    """A step that is taken for less than it is runs at its own sizes, or compiles anew."""
-    serve(model, "eager", judged=False)
 
 
 @each([model for model in WHOLE if model.inductor])

@@ -1,6 +1,8 @@
 import inspect
 import re
+import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from torch import Tensor, nn
 import mtpgraph
 from mtpgraph import testing
 from mtpgraph.compile_passes.infer_batch import infer_inputs
+from mtpgraph.testing import graphs
 from tests.compile_passes import support
 
 from . import models
@@ -284,3 +287,30 @@ def test_checks_reach_tensors_in_containers() -> None:
     model = Nested()
     testing.assert_no_graph_breaks(model, X)
     assert not any(cache["k"].any() for cache in model.caches)
+
+
+def test_the_sync_debug_mode_is_set_without_the_warning_of_torch(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    """Under ``-W error``, as here, a warning would be a failure; others are not hidden."""
+    modes: list[Any] = []
+
+    def set_mode(mode: Any) -> None:
+        modes.append(mode)
+        warnings.warn(
+            "Synchronization debug mode is a prototype feature and does not yet detect all "
+            "synchronizing operations",
+            UserWarning,
+            stacklevel=1,
+        )
+        if mode == "other":
+            warnings.warn("something else", UserWarning, stacklevel=1)
+
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        graphs._set_sync_debug_mode("error")
+        with pytest.raises(UserWarning, match="something else"):
+            graphs._set_sync_debug_mode("other")
+    assert modes == ["error", "other"]
+    assert not recwarn.list

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import mtpgraph
-from mtpgraph import Batched, Static, testing
+from mtpgraph import Batched, Static, ops, testing
+from mtpgraph.testing import remedies
 from tests.compile_passes import support
 
 from . import models
@@ -73,6 +74,45 @@ UNSAFE = {
 }
 
 
+REMEDIES = {
+    "aten.mul.Tensor": "number of real rows",
+    "aten.div_.Scalar": "number of real rows",
+    "aten.mm": "a product with a mask keeps NaN",
+    "aten.multinomial": "before rows meet",
+    "aten.max_pool2d_with_indices": "before rows meet",
+    "aten.add.Tensor": "number of real rows",
+    "aten.addmm.out": "a product with a mask",
+    "aten.mean.dim": "reduce within a row only",
+    "aten.native_layer_norm": "normalise within a row",
+    "aten._softmax": "along a dimension within a row",
+    "aten.sort.stable": "along a dimension within a row",
+    "aten.index_put_": "pad the index with -1",
+    "aten.scatter_add_": "pad the index with -1",
+    "aten.copy_": "write real rows alone",
+    "aten._scaled_dot_product_flash_attention_for_cpu": "keys of its own request alone",
+    "mine.mean": "before rows meet",
+    "": "before rows meet",
+}
+
+
+@pytest.mark.parametrize("op", REMEDIES)
+def test_a_remedy_is_for_the_op_and_not_for_one_named_alike(op: str) -> None:
+    assert REMEDIES[op] in remedies.of_row_mixing(op)
+    assert "pad the index with -1" in remedies.of_row_mixing(op, writes=True)
+
+
+def test_row_mixing_has_a_remedy_for_ops_that_exist() -> None:
+    names = remedies._REMEDIES.keys()
+    known = {
+        name.split("::")[1].strip("_")
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("aten::")
+    }
+    known = {name.partition(".")[0].strip("_") for name in known}
+    # in newer versions of torch alone, or older
+    assert names - known <= {"fused_rms_norm", "safe_softmax"}
+
+
 @pytest.mark.parametrize("marker", UNSAFE)
 def test_padding_safe_says_line_reason_and_remedy(marker: str) -> None:
     fn, reason, remedy = UNSAFE[marker]
@@ -97,6 +137,17 @@ def test_padding_safe_passes() -> None:
 def test_padding_safe_of_one_request_and_of_none() -> None:
     testing.assert_padding_safe(models.Mlp(), torch.randn(1, 3), inputs=ROWS)
     testing.assert_padding_safe(models.Mlp(), torch.randn(0, 3), inputs=ROWS)
+
+
+def test_padding_safe_of_tokens_in_groups() -> None:
+    """Padding comes in whole groups, of which there are as many tokens here as requests."""
+
+    def step(x: Tensor, query_start_loc: Tensor, seq_lens: Tensor) -> Tensor:
+        row_lens, _ = ops.flatten_decode(query_start_loc, seq_lens, x.shape[0])
+        return (x + row_lens[:, None]).view(-1, 3, 2).softmax(1)
+
+    starts = torch.arange(4, dtype=torch.int32)
+    testing.assert_padding_safe(step, torch.randn(3, 2), starts, starts[1:])
 
 
 def test_padding_safe_in_half_precision_and_other_dimension() -> None:
@@ -220,6 +271,19 @@ def test_padding_safe_infers_inputs() -> None:
 
     told = refused(step, *batch, pools)
     assert f"1. {line_of('leaky')}: `" in told
+
+
+def test_padding_safe_keeps_to_tables_that_end() -> None:
+    def step(x: Tensor, query_start_loc: Tensor, seq_lens: Tensor, table: Tensor) -> Tensor:
+        row_lens, _ = ops.flatten_decode(query_start_loc, seq_lens, x.shape[0])
+        return x * table[: x.shape[0]] + row_lens[:, None]
+
+    starts = torch.tensor([0, 2, 3], dtype=torch.int32)
+    args = torch.randn(3, 5), starts, torch.tensor([6, 4], dtype=torch.int32)
+    for rows in (64, 11):
+        testing.assert_padding_safe(step, *args, torch.randn(rows, 5))
+    with pytest.raises(ValueError, match="must leave room for padding in the tables"):
+        testing.assert_padding_safe(step, *args, torch.randn(3, 5))
 
 
 def test_padding_safe_without_inputs_to_infer() -> None:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from ..compile_passes import _compat
-from ..compile_passes.infer_batch import infer_inputs
+from ..compile_passes.infer_batch import Inferred, infer_inputs
 from ..compile_passes.inputs import Batch, Batched, Specs, Static, check_specs
+from ..compile_passes.size_limits import NO_LIMITS, Limits
 from ..compile_passes.survey import Surveyor
 from . import remedies
 from ._common import fail, name_of, outputs_by_path, place_of, user_function
@@ -73,16 +74,18 @@ def assert_padding_safe(
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
     with torch.no_grad():
+        multiple, limits = 1, NO_LIMITS
         if given is None:
-            given = _inferred(fn, bound)
-        check = _Check(fn, bound, check_specs(given, signature), rtol, atol)
+            inferred = _inferred(fn, bound)
+            given, multiple, limits = inferred.inputs, inferred.multiple, inferred.limits
+        check = _Check(fn, bound, check_specs(given, signature), rtol, atol, multiple, limits)
         try:
             check.run()
         finally:
             check.snapshot.restore()
 
 
-def _inferred(fn: Callable[..., Any], bound: inspect.BoundArguments) -> Specs:
+def _inferred(fn: Callable[..., Any], bound: inspect.BoundArguments) -> Inferred:
     """What the arguments of a step are to its batch, where the caller does not say."""
     __tracebackhide__ = True
     inferred = infer_inputs(fn, bound, {})
@@ -90,7 +93,7 @@ def _inferred(fn: Callable[..., Any], bound: inspect.BoundArguments) -> Specs:
     if unknown:
         title = f"{name_of(fn)}: how to pad its inputs is not known; declare it, or give inputs"
         fail(title, [Problem.of(finding) for finding in unknown])
-    return inferred.inputs
+    return inferred
 
 
 class _Check:
@@ -101,8 +104,14 @@ class _Check:
         specs: Specs,
         rtol: float | None,
         atol: float | None,
+        multiple: int,
+        limits: Limits,
     ) -> None:
         self.fn = fn
+        # tokens that the step views as one group
+        self.multiple = multiple
+        # sizes that the tables of the step have rows for
+        self.limits = limits
         self.bound = bound
         self.specs = {k: v for k, v in specs.items() if isinstance(v, Batched)}
         self.batch = Batch.read(bound, specs, Surveyor(), 1)
@@ -117,6 +126,11 @@ class _Check:
         before = self._states()
         exact = self._call(self.bound)
         sizes = list(self._sizes())
+        if not sizes:
+            raise ValueError(
+                "the batch must leave room for padding in the tables that the step takes rows "
+                f"from, got {self.batch.tokens} tokens: pass a smaller batch or longer tables"
+            )
         for requests, tokens in sizes:
             padded: dict[Fill, inspect.BoundArguments] = {
                 fill: self._padded(requests, tokens, fill) for fill in _WORDS
@@ -145,6 +159,7 @@ class _Check:
         """Two padded sizes, in requests and tokens, that no other dimension happens to have."""
         requests, tokens = self.batch.requests, self.batch.tokens
         per_request = max(1, -(-tokens // max(1, requests)))
+        per_request = -(-per_request // self.multiple) * self.multiple
         taken = {size for tensor in self.kept.values() for size in tensor.shape if size}
         for name, tensor in self.batch.batched.items():
             taken |= {n for d, n in enumerate(tensor.shape) if n and d != self.specs[name].dim}
@@ -156,7 +171,10 @@ class _Check:
                 for padded in (requests + more, tokens + more * per_request)
             ):
                 more += 1
-            yield requests + more, tokens + more * per_request
+            padded_requests, padded_tokens = requests + more, tokens + more * per_request
+            tables = self.limits.sizes_of_tables(self.bound)
+            if self.limits.allow_padded(padded_requests, padded_tokens, tables):
+                yield padded_requests, padded_tokens
 
     def _padded(
         self, requests: int, tokens: int, fill: Fill, blank: bool = False

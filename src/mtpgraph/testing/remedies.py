@@ -302,46 +302,72 @@ def of_recompile(guard: Guard, function: str) -> tuple[str, str, str]:
 
 
 _WRITE = (
-    "give padding rows an index that writes nothing: declare Batched(pad=-1) and drop negative "
-    "indices inside an op, as those of mtpgraph.ops do; or hand the op which rows are real"
+    "give padding rows an index that writes nothing: pad the index with -1, Batched(pad=-1), and "
+    "write with an op that leaves negative indices out, as ops.kv_cache_write_ does; in an op of "
+    "your own, drop the rows whose index is negative"
+)
+_COPY = (
+    "write real rows alone: with an op that takes an index for each row and leaves negative ones "
+    "out, as ops.kv_cache_write_ does; or return the rows and store them outside of the step"
+)
+_REDUCE = (
+    "reduce within a row only; over the batch, replace padding first: torch.where(is_real, x, "
+    "fill), and divide by the number of real rows, not by the size of the batch"
+)
+_COUNT = "take the number of real rows from a tensor, (seq_lens > 0).sum(), not from x.shape[0]"
+_REST = (
+    "compute each row from its own inputs, replace padding with torch.where before rows meet, or "
+    "capture exact sizes"
 )
 
-# what an op is called, what to write instead
+# names of ops, without what says that they write, and what to write instead
 _ROWS: Sequence[tuple[str, str]] = (
-    (r"index_put|index_copy|scatter|index_add|copy_", _WRITE),
+    ("index_put index_copy index_add index_fill index_reduce scatter scatter_add "
+     "scatter_reduce put masked_scatter", _WRITE),
+    ("copy fill zero slice_scatter select_scatter", _COPY),
     (
-        r"mul|bmm|mm\b|matmul|addmm|einsum|baddbmm",
+        "bmm mm mv dot matmul addmm addmv addbmm baddbmm linear convolution",
         "set padding rows to 0 with torch.where(is_real, x, 0) before they meet real rows; a "
         "product with a mask keeps NaN",
     ),
+    ("sum mean max min amax amin aminmax any all norm linalg_vector_norm var var_mean std "
+     "std_mean prod argmax argmin logsumexp median nanmedian nansum nanmean mode kthvalue "
+     "count_nonzero", _REDUCE),
     (
-        r"sum|mean|max|min|amax|amin|any|all|norm|var|std|prod|argmax|argmin|logsumexp",
-        "reduce within a row only; over the batch, replace padding first: torch.where(is_real, x, "
-        "fill), and divide by the number of real rows, not by the size of the batch",
+        "native_layer_norm native_group_norm native_batch_norm _fused_rms_norm "
+        "_native_batch_norm_legit cudnn_batch_norm",
+        "normalise within a row only: over the last dimensions, or with running statistics (eval "
+        "mode), not over the batch",
     ),
     (
-        r"cumsum|cumprod|sort|topk|softmax|cummax|scan|flip|roll",
+        "cumsum cumprod cummax cummin logcumsumexp sort argsort topk softmax log_softmax "
+        "safe_softmax flip roll",
         "run it along a dimension within a row, not along the batch; or put padding where it "
         "cannot reach real rows (at the end, with a fill that sorts last)",
     ),
+    # these keep rows apart: a number that they are given follows the size of the batch
+    ("mul div add sub rsub pow sqrt full full_like arange scalar_tensor lift_fresh clamp "
+     "true_divide floor_divide remainder", _COUNT),
     (
-        r"div|add|sub|pow|sqrt|full|arange",
-        "take the number of real rows from a tensor (seq_lens > 0).sum(), not from x.shape[0]",
+        "scaled_dot_product_attention _scaled_dot_product_attention_math "
+        "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu "
+        "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention",
+        "let a token see the keys of its own request alone: give each request a row of its own "
+        "along the batch, or mask with the lengths",
     ),
-)
+)  # fmt: skip
+_REMEDIES = {name.strip("_"): remedy for names, remedy in _ROWS for name in names.split()}
 
 
 def of_row_mixing(op: str, *, writes: bool = False) -> str:
     """What to write instead of an op through which padding reached real rows.
 
-    ``writes``: it is a custom op that writes an argument.
+    Args:
+        op: its name, as ``aten.add_.Tensor``
+        writes: it is a custom op that writes an argument
     """
     if writes:
         return _WRITE
-    for pattern, remedy in _ROWS:
-        if re.search(rf"(^|[._])({pattern})", op):
-            return remedy
-    return (
-        "compute each row from its own inputs, replace padding with torch.where before rows meet, "
-        "or capture exact sizes"
-    )
+    namespace, _, name = op.partition(".")
+    name = name.partition(".")[0]
+    return _REMEDIES.get(name.strip("_"), _REST) if namespace == "aten" else _REST
