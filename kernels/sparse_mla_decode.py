@@ -17,8 +17,8 @@ Layout:
     lse              [num_tokens, num_heads] fp32           contiguous
     part_out, part_lse   out and lse of each split, fp32, with num_splits after num_tokens
 
-On compute capability 9.0 the kernel of ``_sparse_mla_hopper`` serves the sizes that models have;
-``sparse_mla_decode_kernel`` everything else.
+On compute capability 9.0 the kernel of ``_sparse_mla_decode_hopper`` serves the sizes that models
+have; ``sparse_mla_decode_kernel`` everything else.
 
 Grid of ``sparse_mla_decode_kernel`` (num_tokens * num_splits * cdiv(num_heads, BLOCK_H),): a
 program owns BLOCK_H heads of a token and split_size of its columns of topk_indices, and reads each
@@ -36,7 +36,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import _sparse_mla_hopper
+from . import _sparse_mla_decode_hopper as hopper
 from ._common import INTERPRETED, capability, num_sms, token_request
 from ._index_cache import decode_e4m3
 
@@ -269,8 +269,8 @@ def launch(
 
     fp8 = kv_cache.dtype == torch.uint8
     arch = capability(q.device)
-    if arch == 90 and not INTERPRETED and _sparse_mla_hopper.supported(q, kv_cache, latent_dim):
-        block_h, block_k = _sparse_mla_hopper.BLOCK_H, _sparse_mla_hopper.BLOCK_K
+    if arch == 90 and not INTERPRETED and hopper.supports(q, kv_cache, latent_dim):
+        block_h, block_k = hopper.BLOCK_H, hopper.BLOCK_K
         config = None
     else:
         block_l = max(128 if fp8 else 16, triton.next_power_of_2(latent_dim))
@@ -287,7 +287,7 @@ def launch(
         part_lse = q.new_empty(num_tokens, num_splits, num_heads, dtype=torch.float32)
 
     if config is None:
-        _sparse_mla_hopper.launch(
+        hopper.launch(
             q, kv_cache, topk_indices, block_table, query_start_loc, part_out, part_lse,
             scale, split_size, num_splits, num_programs,
         )  # fmt: skip

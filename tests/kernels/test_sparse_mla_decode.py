@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mtpgraph import ops
-from mtpgraph.kernels import _sparse_mla_hopper, sparse_mla_decode
+from mtpgraph.kernels import _sparse_mla_decode_hopper, sparse_mla_decode
 from mtpgraph.kernels.sparse_mla_decode import _splits, launch
 
 from ..helpers import (
@@ -366,7 +366,7 @@ def reference64(inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The kernel that the card gets, and the one that every card can have."""
     if request.param == "portable kernel":
-        monkeypatch.setattr(_sparse_mla_hopper, "supported", lambda *inputs: False)
+        monkeypatch.setattr(_sparse_mla_decode_hopper, "supports", lambda *inputs: False)
     return request.param
 
 

@@ -1,6 +1,6 @@
 """Sparse MLA decode on compute capability 9.0: 64 heads a program, warp groups with roles.
 
-Same maths, layout and contract as ``sparse_mla_decode_kernel``, for what ``supported`` accepts: a
+Same maths, layout and contract as ``sparse_mla_decode_kernel``, for what ``supports`` takes: a
 latent of 512, a rotary part of 64, and rows that copies of 16 bytes can read. A key of an fp8 cache
 is 512 bytes of codes, four fp32 scales, and from byte 528 on its rotary part in bf16.
 
@@ -199,7 +199,7 @@ def _copy_queries(token, group, queries, smem, full, heads, dims, rope_dims):
 
 # fmt: off
 @gluon.jit
-def _copy(
+def _copy_keys(
     items, batch, table, cache, queries, q_smem, k_smem, r_smem, q_bars, k_full, k_empty,
     BLOCK_SIZE: gl.constexpr, SCAN: gl.constexpr,
 ):
@@ -309,6 +309,25 @@ def _copy_fp8(
                 q_phase ^= 1
                 _copy_queries(token, group, queries, q_smem, q_bars[0], heads, dims, rope_dims)
         item += gl.num_programs(0)
+
+
+# fmt: off
+@gluon.jit
+def _copy(
+    items, batch, table, cache, queries, q_smem, k_smem, r_smem, q_bars, k_full, k_empty,
+    BLOCK_SIZE: gl.constexpr, SCAN: gl.constexpr, FP8: gl.constexpr,
+):
+    if FP8:
+        _copy_fp8(
+            items, batch, table, cache, queries, q_smem, k_smem, r_smem, q_bars, k_full, k_empty,
+            BLOCK_SIZE, SCAN,
+        )
+    else:
+        _copy_keys(
+            items, batch, table, cache, queries, q_smem, k_smem, r_smem, q_bars, k_full, k_empty,
+            BLOCK_SIZE, SCAN,
+        )
+    # fmt: on
 
 
 # fmt: off
@@ -434,7 +453,7 @@ def _value(
     "items", "num_reqs", "num_heads", "num_blocks", "max_blocks", "topk", "split_size",
     "num_splits", "groups",
 ])
-def sparse_mla_hopper_kernel(
+def sparse_mla_decode_hopper_kernel(
     q_ptr, kv_cache_ptr, topk_indices_ptr, block_table_ptr, query_start_loc_ptr,
     out_ptr, lse_ptr,
     scale_log2,
@@ -477,41 +496,23 @@ def sparse_mla_hopper_kernel(
     table = (block_table_ptr, table_request_stride, (table_stride, max_blocks, num_blocks))
     cache = (kv_cache_ptr, kv_block_stride, kv_token_stride)
     queries = (q_ptr, q_token_stride, q_head_stride, num_heads)
-    if FP8:
-        gl.warp_specialize(
-            [
-                (_score, (items, batch, table, lse_ptr, num_heads, scale_log2, q_all, k_smem,
-                          r_smem, decay_smem, factor_smem, q_bars, k_full, p_full,
-                          BLOCK_SIZE, SCAN)),
-                (_value, (items, batch, out_ptr, num_heads, k_smem, r_smem, decay_smem, factor_smem,
-                          p_full, k_empty, 0, SPLIT, SCAN)),
-                (_value, (items, batch, out_ptr, num_heads, k_smem, r_smem, decay_smem, factor_smem,
-                          p_full, k_empty, 1, SPLIT, SCAN)),
-                (_copy_fp8, (items, batch, table, cache, queries, q_all, k_smem, r_smem, q_bars,
-                        k_full, k_empty, BLOCK_SIZE, SCAN)),
-            ],
-            [4, 4, 4],
-            [VALUE_REGS, VALUE_REGS, COPY_REGS],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (_score, (items, batch, table, lse_ptr, num_heads, scale_log2, q_all, k_smem,
-                          r_smem, decay_smem, factor_smem, q_bars, k_full, p_full,
-                          BLOCK_SIZE, SCAN)),
-                (_value, (items, batch, out_ptr, num_heads, k_smem, r_smem, decay_smem, factor_smem,
-                          p_full, k_empty, 0, SPLIT, SCAN)),
-                (_value, (items, batch, out_ptr, num_heads, k_smem, r_smem, decay_smem, factor_smem,
-                          p_full, k_empty, 1, SPLIT, SCAN)),
-                (_copy, (items, batch, table, cache, queries, q_all, k_smem, r_smem, q_bars,
-                        k_full, k_empty, BLOCK_SIZE, SCAN)),
-            ],
-            [4, 4, 4],
-            [VALUE_REGS, VALUE_REGS, COPY_REGS],
-        )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (_score, (items, batch, table, lse_ptr, num_heads, scale_log2, q_all, k_smem, r_smem,
+                      decay_smem, factor_smem, q_bars, k_full, p_full, BLOCK_SIZE, SCAN)),
+            (_value, (items, batch, out_ptr, num_heads, k_smem, r_smem, decay_smem, factor_smem,
+                      p_full, k_empty, 0, SPLIT, SCAN)),
+            (_value, (items, batch, out_ptr, num_heads, k_smem, r_smem, decay_smem, factor_smem,
+                      p_full, k_empty, 1, SPLIT, SCAN)),
+            (_copy, (items, batch, table, cache, queries, q_all, k_smem, r_smem, q_bars,
+                     k_full, k_empty, BLOCK_SIZE, SCAN, FP8)),
+        ],
+        [4, 4, 4],
+        [VALUE_REGS, VALUE_REGS, COPY_REGS],
+    )  # fmt: skip
 
 
-def supported(q: Tensor, kv_cache: Tensor, latent_dim: int) -> bool:
+def supports(q: Tensor, kv_cache: Tensor, latent_dim: int) -> bool:
     """Whether the kernel takes these; otherwise ``sparse_mla_decode_kernel`` has to."""
     if q.dtype not in (torch.bfloat16, torch.float16) or q.shape[2] != LATENT_DIM + ROPE_DIM:
         return False
@@ -543,7 +544,7 @@ def launch(
     topk = topk_indices.shape[1]
     fp8 = kv_cache.dtype == torch.uint8
     value_regs, copy_regs = (160, 104) if fp8 else (160, 88)
-    sparse_mla_hopper_kernel[(min(items, num_programs),)](
+    sparse_mla_decode_hopper_kernel[(min(items, num_programs),)](
         q, kv_cache, topk_indices, block_table, query_start_loc,
         out, lse,
         scale * math.log2(math.e),
