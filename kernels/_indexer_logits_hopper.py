@@ -24,7 +24,6 @@ may be -0.0.
 """
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -41,6 +40,7 @@ from ._common import capability, num_sms
 
 BLOCK = gl.constexpr(64)  # keys
 DIM = gl.constexpr(128)
+BLOCK_ROWS = gl.constexpr(66)  # of 128 bytes: codes, then scales
 TILE = gl.constexpr(128)  # two blocks
 GROUPS = gl.constexpr(3)
 STAGES = gl.constexpr(6)  # of a tile each, two for each group
@@ -51,30 +51,30 @@ COLUMNS = gl.constexpr(1024)  # that are filled at a time
 # ahead where two fit.
 FEW_ROWS, FEW_ROWS_SLOTS = 4, 2
 MAX_ROWS, MAX_ROWS_SLOTS = 8, 1
-# Registers: 128 a thread when the kernel starts, 512 threads. What loads gives up, score gets.
+# Registers: 128 a thread when the kernel starts, 512 threads. What load and fill give up goes to
+# score.
 MAX_REGISTERS, SCORE_REGISTERS, LOAD_REGISTERS = 128, 160, 32
 BLOCK_REQUESTS = 256
 # As few requests have too few tiles for the next queries to be loaded ahead of.
 MIN_REQUESTS_AHEAD = 33
 
-# renamed in Triton 3.7
+# Triton 3.6 calls it thread_barrier
 group_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 
 
 @gluon.jit
 def request_rows(request, batch):
     """As ``_runs.request_rows``: first row, end of its rows, sequence length, tiles to score."""
-    query_start_loc_ptr, query_start_loc_stride, seq_lens_ptr, seq_lens_stride = batch[:4]
-    num_tokens, num_reqs, max_seq_len, min_keys = batch[4:]
+    query_start_loc_ptr, seq_lens_ptr, num_tokens, num_reqs, max_seq_len, min_keys = batch
     known = request < num_reqs
-    start_ptr = query_start_loc_ptr + request.to(gl.int64) * query_start_loc_stride
+    start_ptr = query_start_loc_ptr + request.to(gl.int64)
     start = gl.load(start_ptr, mask=request <= num_reqs, other=0)
-    stop_ptr = gl.where(known, start_ptr + query_start_loc_stride, query_start_loc_ptr)
+    stop_ptr = gl.where(known, start_ptr + 1, query_start_loc_ptr)
     stop = gl.load(stop_ptr, mask=request != num_reqs, other=num_tokens)
     start = gl.minimum(gl.maximum(start, 0), num_tokens)
     stop = gl.minimum(gl.maximum(stop, 0), num_tokens)
-    seq_len_ptr = seq_lens_ptr + request.to(gl.int64) * seq_lens_stride
-    seq_len = gl.maximum(gl.load(seq_len_ptr, mask=known, other=0), 0)
+    seq_len = gl.load(seq_lens_ptr + request.to(gl.int64), mask=known, other=0)
+    seq_len = gl.maximum(seq_len, 0)
     keys = gl.minimum(seq_len, max_seq_len)
     tiles = gl.where((stop > start) & (keys > min_keys), (keys + TILE - 1) // TILE, 0)
     return start, stop, seq_len, tiles
@@ -93,7 +93,7 @@ def add(a, b):
 @gluon.jit
 def find_run(batch, REQUESTS: gl.constexpr):
     """As ``_runs.find_run``: ``request, passed, begin, end``."""
-    num_reqs = batch[5]
+    num_reqs = batch[3]
     LAYOUT: gl.constexpr = gl.BlockedLayout([REQUESTS // 128], [32], [4], [0])
     block = gl.arange(0, REQUESTS, layout=LAYOUT)
     start, stop, _, tiles = request_rows(block, batch)
@@ -140,8 +140,8 @@ def run_of(passed, begin, end, start, stop, tiles):
 def load(batch, run, table, sources, smem, bars, ROWS: gl.constexpr, SLOTS: gl.constexpr,
          HEADS: gl.constexpr):  # fmt: skip
     request, passed, begin, end = run
-    num_reqs, max_seq_len = batch[5], batch[6]
-    block_table_ptr, table_request_stride, table_stride, num_blocks, block_rows = table
+    num_reqs, max_seq_len = batch[3], batch[4]
+    block_table_ptr, table_stride, num_blocks = table
     q_desc, weights_desc, codes_desc, scales_desc = sources
     q_smem, weights_smem, codes_smem, scales_smem = smem
     q_full, q_empty, keys_full, keys_empty = bars
@@ -157,16 +157,15 @@ def load(batch, run, table, sources, smem, bars, ROWS: gl.constexpr, SLOTS: gl.c
         start, stop, seq_len, tiles = request_rows(request, batch)
         first, last, passed = run_of(passed, begin, end, start, stop, tiles)
         if last > first:
-            table_row = block_table_ptr + request.to(gl.int64) * table_request_stride
+            table_row = block_table_ptr + request.to(gl.int64) * table_stride
             keys = gl.minimum(seq_len, max_seq_len)
             last_column = gl.minimum(last * 2, (keys + BLOCK - 1) // BLOCK)
             for row in range(start, stop, ROWS):
                 rows = gl.minimum(stop - row, ROWS)
                 columns = first * 2 + lanes
                 blocks = gl.load(
-                    table_row + columns.to(gl.int64) * table_stride,
-                    mask=columns < last_column, other=0,
-                )  # fmt: skip
+                    table_row + columns.to(gl.int64), mask=columns < last_column, other=0
+                )
                 mbarrier.wait(q_empty.index(slot), slot_phase)
                 for n in gl.static_range(1, ROWS + 1):
                     mbarrier.expect(q_full.index(slot), n * ROW_BYTES, pred=rows == n)
@@ -186,9 +185,8 @@ def load(batch, run, table, sources, smem, bars, ROWS: gl.constexpr, SLOTS: gl.c
                 for chunk in range(first, last, AHEAD // 2):
                     columns = chunk * 2 + AHEAD + lanes
                     next_blocks = gl.load(
-                        table_row + columns.to(gl.int64) * table_stride,
-                        mask=columns < last_column, other=0,
-                    )  # fmt: skip
+                        table_row + columns.to(gl.int64), mask=columns < last_column, other=0
+                    )
                     # A block outside the pool is not read; its keys are masked.
                     blocks = gl.where((blocks >= 0) & (blocks < num_blocks), blocks, 0)
                     for i in range(0, gl.minimum(last - chunk, AHEAD // 2)):
@@ -197,7 +195,7 @@ def load(batch, run, table, sources, smem, bars, ROWS: gl.constexpr, SLOTS: gl.c
                         for half in gl.static_range(2):
                             block = gl.max(gl.where(lanes == i * 2 + half, blocks, 0), axis=0)
                             tma.async_copy_global_to_shared(
-                                codes_desc, [block * block_rows, 0], keys_full.index(stage),
+                                codes_desc, [block * BLOCK_ROWS, 0], keys_full.index(stage),
                                 codes_smem.index(stage * 2 + half),
                             )  # fmt: skip
                             tma.async_copy_global_to_shared(
@@ -315,8 +313,8 @@ def store_scores(left, right, scale, positions, last_position, out_ptr, mask):
 def score(batch, run, table, logits, smem, bars, ROWS: gl.constexpr, SLOTS: gl.constexpr,
           HEADS: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
     request, passed, begin, end = run
-    num_reqs, max_seq_len = batch[5], batch[6]
-    block_table_ptr, table_request_stride, table_stride, num_blocks = table[:4]
+    num_reqs, max_seq_len = batch[3], batch[4]
+    block_table_ptr, table_stride, num_blocks = table
     logits_ptr, logits_stride = logits
     q_smem, weights_smem, codes_smem, scales_smem = smem
     q_full, q_empty, keys_full, keys_empty = bars
@@ -344,17 +342,16 @@ def score(batch, run, table, logits, smem, bars, ROWS: gl.constexpr, SLOTS: gl.c
         if last > first:
             columns = (gl.minimum(seq_len, max_seq_len) + BLOCK - 1) // BLOCK
             columns = gl.minimum(columns, last * 2) - half
-            table_row = block_table_ptr + request.to(gl.int64) * table_request_stride
-            table_row = table_row + half.to(gl.int64) * table_stride
+            table_row = block_table_ptr + request.to(gl.int64) * table_stride
+            table_row = table_row + half.to(gl.int64)
             for row in range(start, stop, ROWS):
                 rows = gl.minimum(stop - row, ROWS)
                 mine = first + (GROUP + GROUPS - done % GROUPS) % GROUPS
                 row_ptr = logits_ptr + row.to(gl.int64) * logits_stride + keys
                 # A tile ahead; whether a block is outside the pool is all that is asked of it.
                 block = gl.load(
-                    table_row + (mine * 2).to(gl.int64) * table_stride,
-                    mask=mine * 2 < columns, other=-1,
-                )  # fmt: skip
+                    table_row + (mine * 2).to(gl.int64), mask=mine * 2 < columns, other=-1
+                )
                 mbarrier.wait(q_full.index(slot), slot_phase)
                 for tile in range(mine, last, GROUPS):
                     stage = GROUP + GROUPS * (count & 1)
@@ -363,9 +360,8 @@ def score(batch, run, table, logits, smem, bars, ROWS: gl.constexpr, SLOTS: gl.c
                     last_position = gl.where(known, row + (seq_len - stop), -1 - ROWS)
                     column = (tile + GROUPS) * 2
                     block = gl.load(
-                        table_row + column.to(gl.int64) * table_stride,
-                        mask=column < columns, other=-1,
-                    )  # fmt: skip
+                        table_row + column.to(gl.int64), mask=column < columns, other=-1
+                    )
                     mbarrier.wait(keys_full.index(stage), (count >> 1) & 1)
                     count += 1
                     scale = scales_smem.index(stage).reshape([TILE]).load(KEY) * 0.5
@@ -428,7 +424,7 @@ def score(batch, run, table, logits, smem, bars, ROWS: gl.constexpr, SLOTS: gl.c
 @gluon.jit
 def fill(batch, logits, row_lens_ptr):
     """Columns behind the tiles, or the lengths of the rows."""
-    num_reqs, max_seq_len = batch[5], batch[6]
+    num_reqs, max_seq_len = batch[3], batch[4]
     logits_ptr, logits_stride = logits
     LAYOUT: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
     WIDTH: gl.constexpr = 128 * gl.num_warps()
@@ -461,8 +457,7 @@ def indexer_logits_hopper_kernel(
     q_desc, weights_desc, codes_desc, scales_desc,
     block_table_ptr, query_start_loc_ptr, seq_lens_ptr, logits_ptr, row_lens_ptr,
     num_tokens, num_reqs, num_blocks, max_seq_len, min_keys,
-    block_rows, table_request_stride, table_stride, query_start_loc_stride, seq_lens_stride,
-    logits_stride,
+    table_stride, logits_stride,
     HEADS: gl.constexpr, ROWS: gl.constexpr, SLOTS: gl.constexpr, REQUESTS: gl.constexpr,
     SCORE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
 ):
@@ -487,12 +482,9 @@ def indexer_logits_hopper_kernel(
         mbarrier.init(keys_empty.index(i), count=1)
     fence_async_shared()
 
-    batch = (
-        query_start_loc_ptr, query_start_loc_stride, seq_lens_ptr, seq_lens_stride,
-        num_tokens, num_reqs, max_seq_len, min_keys,
-    )  # fmt: skip
+    batch = (query_start_loc_ptr, seq_lens_ptr, num_tokens, num_reqs, max_seq_len, min_keys)
     run = find_run(batch, REQUESTS)
-    table = (block_table_ptr, table_request_stride, table_stride, num_blocks, block_rows)
+    table = (block_table_ptr, table_stride, num_blocks)
     logits = (logits_ptr, logits_stride)
     sources = (q_desc, weights_desc, codes_desc, scales_desc)
     smem = (q_smem, weights_smem, codes_smem, scales_smem)
@@ -530,14 +522,14 @@ def supports(
         and capability(q.device) == 90
         and num_heads in (32, 64)
         and head_dim == DIM.value
-        and block_bytes == BLOCK.value * (DIM.value + 4)
+        and block_bytes == BLOCK_ROWS.value * DIM.value
         and num_blocks > 0
         and q.stride() == (num_heads * head_dim, head_dim, 1)
         and weights.stride() == (num_heads, 1)
         and k_cache.stride() == (block_bytes, 1)
         and (block_table.stride(1), query_start_loc.stride(0), seq_lens.stride(0)) == (1, 1, 1)
         # rows of 128 bytes are found by int32 numbers
-        and num_blocks * (block_bytes // DIM.value) < 2**31
+        and num_blocks * BLOCK_ROWS.value < 2**31
         and (num_tokens + MAX_ROWS) * num_heads < 2**31
         and all(_is_aligned(tensor) for tensor in (q, weights, k_cache))
     )
@@ -567,8 +559,7 @@ def score_keys(
         *_descriptors(q, weights, k_cache),
         block_table, query_start_loc, seq_lens, logits, row_lens,
         num_tokens, num_reqs, k_cache.shape[0], max_seq_len, min_keys,
-        k_cache.stride(0) // DIM.value, *block_table.stride(), query_start_loc.stride(0),
-        seq_lens.stride(0), logits.stride(0),
+        block_table.stride(0), logits.stride(0),
         HEADS=num_heads, ROWS=FEW_ROWS if few else MAX_ROWS,
         SLOTS=FEW_ROWS_SLOTS if few else MAX_ROWS_SLOTS,
         REQUESTS=BLOCK_REQUESTS,
@@ -580,21 +571,18 @@ def score_keys(
 def _descriptors(q: Tensor, weights: Tensor, k_cache: Tensor) -> tuple[TensorDescriptor, ...]:
     """Of the queries, a row's heads at a time; the weights; the codes of a block; its scales."""
     num_tokens, num_heads, dim = q.shape
-    num_blocks, block_bytes = k_cache.shape[0], k_cache.stride(0)
+    num_blocks, block_bytes = k_cache.shape
     block, codes = BLOCK.value, gl.NVMMASharedLayout(128, 8, 2)
     # All heads, and all blocks, as rows of one matrix; rows of scales are passed over.
-    heads = num_tokens * num_heads
-    keys = (num_blocks - 1) * (block_bytes // dim) + triton.cdiv(k_cache.shape[1], dim)
+    heads, keys = num_tokens * num_heads, num_blocks * BLOCK_ROWS.value
     return (
         TensorDescriptor(q, [heads, dim], [dim, 1], [num_heads, dim], codes),
-        TensorDescriptor(
-            weights, [heads], [1], [num_heads], gl.NVMMASharedLayout(0, 32, 1)
-        ),
+        TensorDescriptor(weights, [heads], [1], [num_heads], gl.NVMMASharedLayout(0, 32, 1)),
         TensorDescriptor(
             k_cache.view(torch.float8_e4m3fn), [keys, dim], [dim, 1], [block, dim], codes
         ),
         TensorDescriptor(
-            k_cache.view(torch.float32), [num_blocks, k_cache.shape[1] // 4],
-            [block_bytes // 4, 1], [1, block], gl.NVMMASharedLayout(0, 32, 2),
+            k_cache.view(torch.float32), [num_blocks, block_bytes // 4], [block_bytes // 4, 1],
+            [1, block], gl.NVMMASharedLayout(0, 32, 2),
         ),
     )  # fmt: skip
