@@ -155,7 +155,7 @@ def infer_inputs(
         multiple=math.lcm(roles.multiple, ratio or 1),
         by_index=frozenset(by_index),
         limits=find_limits(trace, roles, traced.names),
-        paddable=not any(sizes_that_must_agree(trace, roles)),
+        paddable=analysis.paddable,
     )
 
 
@@ -174,6 +174,7 @@ class _Analysis:
     roles: Roles | None
     rows: tuple[InputRow, ...]
     problems: list[Problem]
+    paddable: bool = True
 
 
 def _analyze(
@@ -214,7 +215,8 @@ def _analyze(
             problems.append(Problem(node, "padding unknown", reason, "declare what does grow"))
     fills, flow = choose_pads(trace, roles, names, given)
     problems += find_mixed(trace, roles, flow)
-    problems += sizes_that_must_agree(trace, roles)
+    disagreements = list(sizes_that_must_agree(trace, roles))
+    problems += disagreements
     if not all(name in given for name in names.values()):
         # where all is declared, the sizes of outputs alone count
         problems += sizes_that_cannot_be_cut(trace, roles)
@@ -234,7 +236,7 @@ def _analyze(
     rows += tuple(
         _row(name, dim, roles, 0, flow, trace, size) for name, (dim, size) in known_by_size.items()
     )
-    return _Analysis(roles, rows, problems)
+    return _Analysis(roles, rows, problems, paddable=not disagreements)
 
 
 def _known_by_size(

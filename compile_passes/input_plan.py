@@ -10,7 +10,7 @@ by itself.
 import dataclasses
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -167,11 +167,7 @@ class InputPlan:
 
         Where the caller declared them, that is the caller's mistake.
         """
-        counts: dict[str, set[int]] = {"request": set(), "token": set()}
-        for name, spec in variant.batched.items():
-            value = bound.arguments.get(name)
-            if isinstance(value, Tensor) and spec.dim < value.dim():
-                counts[spec.per].add(value.shape[spec.dim] - spec.extra)
+        counts = _counts(variant, bound)
         inferred = variant.batched.keys() - self._given.keys()
         return bool(inferred) and any(len(found) > 1 for found in counts.values())
 
@@ -254,14 +250,22 @@ def _look(
     return tuple(key), holding, tuple(sizes)
 
 
-def _not_as_many(variant: Variant, bound: inspect.BoundArguments) -> list[str]:
-    """Inputs that were taken for rows of a batch as something indexes them, and are not of this
-    one."""
+def _counts(
+    variant: Variant, bound: inspect.BoundArguments, leave_out: Collection[str] = ()
+) -> dict[str, set[int]]:
+    """For how many requests, and how many tokens, the arguments that grow are."""
     counts: dict[str, set[int]] = {"request": set(), "token": set()}
     for name, spec in variant.batched.items():
         value = bound.arguments.get(name)
-        if name not in variant.by_index and isinstance(value, Tensor) and spec.dim < value.dim():
+        if name not in leave_out and isinstance(value, Tensor) and spec.dim < value.dim():
             counts[spec.per].add(value.shape[spec.dim] - spec.extra)
+    return counts
+
+
+def _not_as_many(variant: Variant, bound: inspect.BoundArguments) -> list[str]:
+    """Inputs that were taken for rows of a batch as something indexes them, and are not of this
+    one."""
+    counts = _counts(variant, bound, leave_out=variant.by_index)
     return [
         name
         for name in sorted(variant.by_index)
