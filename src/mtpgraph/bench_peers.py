@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import ops
 from .bench_graph import first_line
 
 WORKSPACE_BYTES = 1 << 20
@@ -241,13 +242,8 @@ def fp8_kv_cache(kv_cache: Tensor, latent: int = 512) -> Tensor:
     cache = torch.empty(
         num_blocks, block_size, token_bytes, dtype=torch.uint8, device=kv_cache.device
     )
-    for first in range(0, num_blocks, 1024):
-        part = kv_cache[first : first + 1024]
-        groups = part[..., :latent].float().unflatten(2, (-1, 128))
-        scales = groups.abs().amax(dim=3).clamp_min(1e-4) / 448
-        codes = (groups / scales.unsqueeze(3)).to(torch.float8_e4m3fn).flatten(2)
-        pieces = (codes, scales, part[..., latent:].contiguous())
-        cache[first : first + 1024] = torch.cat([x.view(torch.uint8) for x in pieces], dim=2)
+    slots = torch.arange(num_blocks * block_size, device=kv_cache.device)
+    ops.kv_cache_write_(kv_cache.flatten(0, 1), slots, cache)
     return cache
 
 
