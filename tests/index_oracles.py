@@ -30,6 +30,20 @@ def e4m3_code(value: float) -> int:
     return best | (0x80 if math.copysign(1.0, value) < 0 else 0)
 
 
+def rounding_points(width: int) -> Tensor:
+    """Rows of ``width`` latents or dims whose largest is 448, so that their scale is 1: all codes,
+    the points between two of them, and the numbers next to those points."""
+    values = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    halfway = (values[1:] + values[:-1]) / 2
+    above = torch.nextafter(halfway, torch.tensor(math.inf))
+    below = torch.nextafter(halfway, torch.tensor(0.0))
+    points = torch.cat([values, halfway, above, below])
+    points = torch.cat([points, -points])
+    # the 448 is one of the row
+    points = torch.cat([points, points.new_zeros(-len(points) % (width - 1))]).view(-1, width - 1)
+    return torch.cat([points, torch.full((len(points), 1), 448.0)], dim=1)
+
+
 def float32(value: float) -> float:
     """``value`` rounded to fp32."""
     return struct.unpack("f", struct.pack("f", value))[0]

@@ -18,6 +18,7 @@ from ..helpers import (
     storage_bytes,
     strided_pool,
 )
+from ..index_oracles import rounding_points
 from ..ops.test_indexer_cache_write import (
     BLOCK_BYTES,
     BLOCK_SIZE,
@@ -69,18 +70,7 @@ def test_indexer_cache_write_kernel_equals_loops(case: Case, device: str) -> Non
 
 
 def test_indexer_cache_write_kernel_reaches_every_code_and_ties_go_to_even(device: str) -> None:
-    """With a largest element of 448 the scale is 1: the keys are codes, the points between two
-    of them, and the numbers next to those points."""
-    values = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-    halfway = (values[1:] + values[:-1]) / 2
-    above = torch.nextafter(halfway, torch.tensor(math.inf))
-    below = torch.nextafter(halfway, torch.tensor(0.0))
-    points = torch.cat([values, halfway, above, below])
-    points = torch.cat([points, -points])
-    # 31 points and the 448 in a key
-    points = torch.cat([points, points.new_zeros(-len(points) % 31)]).view(-1, 31)
-    k = torch.cat([points, torch.full((len(points), 1), 448.0)], dim=1)
-    assert_equals_reference(k.to(device))
+    assert_equals_reference(rounding_points(32).to(device))
 
 
 @each_scale

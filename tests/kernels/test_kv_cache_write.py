@@ -13,6 +13,7 @@ from mtpgraph.kernels import kv_cache_write
 from mtpgraph.kernels.kv_cache_write import launch
 
 from ..helpers import assert_same_bits, huge_rows, nan_pool, storage_bytes, strided_pool
+from ..index_oracles import rounding_points
 from ..ops.test_kv_cache_write import (
     BLOCK_SIZE,
     DTYPES,
@@ -130,17 +131,7 @@ def assert_fp8_equals_reference(kv: Tensor, latent_dim: int = 512) -> None:
 
 
 def test_kv_cache_write_fp8_kernel_reaches_every_code_and_ties_go_to_even(device: str) -> None:
-    """With a largest element of 448 the scale is 1: the latents are codes, the points between two
-    of them, and the numbers next to those points."""
-    values = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-    halfway = (values[1:] + values[:-1]) / 2
-    above = torch.nextafter(halfway, torch.tensor(math.inf))
-    below = torch.nextafter(halfway, torch.tensor(0.0))
-    points = torch.cat([values, halfway, above, below])
-    points = torch.cat([points, -points])
-    points = torch.cat([points, points.new_zeros(-len(points) % 127)]).view(-1, 127)
-    kv = torch.cat([points, torch.full((len(points), 1), 448.0)], dim=1)
-    assert_fp8_equals_reference(kv.to(device), latent_dim=128)
+    assert_fp8_equals_reference(rounding_points(128).to(device), latent_dim=128)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
