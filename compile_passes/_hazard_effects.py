@@ -1,6 +1,6 @@
 """What a node of a graph does to memory: what it writes, takes, copies and leaves equal.
 
-``find_mutation_hazards`` asks this of each node. Names of functions stand for what torch and
+``_hazard_scan`` asks this of each node. Names of functions stand for what torch and
 Inductor are known to do in them.
 """
 
