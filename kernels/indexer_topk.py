@@ -4,8 +4,10 @@
     chosen  = the topk largest of key[0 .. row_len - 1], equal ones by ascending s
     out     = chosen in ascending order, then -1
 
-A row that fits into the registers of a program is read once: the program finds the interval of keys
-that separates the topk largest (``_selection.separate``) and stores those, in order.
+A row that fits into the registers of a program is read once. The mean and the deviation of its
+logits say where the topk-th largest should lie; four bounds about that place are counted from, and
+so on in rounds, until at most 64 logits lie between the bounds on its either side. Those are
+compared with each other, and all from the topk-th on are stored, in order (``_selection``).
 
 Longer rows take two launches, each of which reads a key once:
 
@@ -16,16 +18,18 @@ Longer rows take two launches, each of which reads a key once:
 
 The bound decides what is left, never what is chosen: where fewer than topk keys are left, or more
 than a program can hold (a sample that misleads, a value that most of a row shares), the program
-counts over the row itself, from the bound on (``scan_row``). That is exact for every row, and
-serves every topk that is too large for registers.
+counts over the row itself, from the bound on (``scan_row``). So it does where -inf or NaN is among
+the chosen. That is exact for every row, and serves every topk that is too large for registers.
 
 Layout:
     logits             [num_tokens, width] fp32               any strides
     row_lens           [num_tokens] int32                     any stride
     out                [num_tokens, topk] int32               contiguous
-    left, positions    [num_tokens, num_slices, capacity]     contiguous; keys that are left of a
-                       int32                                  slice, up to a multiple of 32
-    counts             [num_tokens, num_slices] int32         how many keys that is
+    left               [num_tokens, num_slices, capacity]     contiguous; logits that are left of a
+                       fp32                                   slice, then NaN up to a multiple of 32
+    positions          [num_tokens, num_slices, capacity]     contiguous; where those are in the row
+                       int32
+    counts             [num_tokens, num_slices] int32         how many those are, or would be
     bounds             [num_tokens] int32                     the bound of each row, as a key
 
 Grid: (num_tokens * num_slices,) filters, (num_tokens,) selects; a program owns its slice of
@@ -41,45 +45,46 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._common import INTERPRETED, capability, num_sms
-from ._selection import (
+from ._blocks import (
     ABSENT,
     END,
     LANES,
     LEAST,
     MAX_GROUPS,
     along,
-    choose,
-    ordered,
+    finite_value_of,
+    key_of,
+    nan,
     places,
     rank,
-    separate,
     starts_of_4,
     sum_of_all,
     value_of,
 )
+from ._common import INTERPRETED, capability, num_sms
+from ._sampling import draw, find_bound
+from ._selection import bracket, choose, guess_of, moments_of
 
 # Plain defaults. A row of at most SHORT_WIDTH keys is selected from as it is; of a longer one, the
-# filter leaves a block for one program.
+# filter leaves a block for one program, of MAX_WARPS at most, as many as a program can have.
 KEYS_PER_THREAD = 16
-SHORT_WIDTH = 8192
+MAX_WARPS = 32
+SHORT_WIDTH = 16384
 SHORTEST_BLOCK = 4096
 LONGEST_BLOCK = 16384
 MAX_REGISTERS = 64
 # The filter: the share of a block that it aims to leave, keys that a program reads at a time,
-# programs for each multiprocessor (the second figure where slices are LONG_SLICE keys or more), the
-# most slices of a row, and the keys of a sample: so many that about SAMPLED lie from the bound on.
+# programs for each multiprocessor, the most slices of a row, and the keys of a sample: so many that
+# about SAMPLED lie from the bound on.
 FILLED = 0.6
 CHUNK = 4096
-FEW_PER_SM = 2
-MANY_PER_SM = 4
-LONG_SLICE = 16384
+PROGRAMS_PER_SM = 4
 MAX_SLICES = 128
-SAMPLED = 40
-SHORTEST_SAMPLE = 2048
+SAMPLED = 20
+SHORTEST_SAMPLE = 1024
 LONGEST_SAMPLE = 8192
 # Whether the second launch may begin before the first has ended, and wait for it on the card.
-OVERLAP = False
+OVERLAP = True
 
 
 class Plan(NamedTuple):
@@ -101,8 +106,7 @@ def plan(num_tokens: int, width: int, topk: int, sms: int) -> Plan | None:
         return Plan(block, block, 0, 0, 0)
     if 4 * topk > LONGEST_BLOCK:
         return None
-    keys = num_tokens * width / sms
-    keys = max(min(keys / FEW_PER_SM, LONG_SLICE), keys / MANY_PER_SM, width / MAX_SLICES)
+    keys = max(num_tokens * width / (PROGRAMS_PER_SM * sms), width / MAX_SLICES)
     return Plan(
         block=block,
         large_block=min(2 * block, LONGEST_BLOCK, MAX_GROUPS * 128 * warps_for(block)),
@@ -142,28 +146,46 @@ def load_block(
 
 
 @triton.jit
-def keys_of(logits, present):
-    return tl.where(present, ordered(logits), ABSENT)
+def present_or_nan(columns, logits, length):
+    return tl.where(columns < length, logits, nan())
 
 
 @triton.jit
-def largest(
-    keys, logits, pivot, count, topk,
-    TAIL: tl.constexpr, GROUPS: tl.constexpr, WARPS: tl.constexpr,
+def deviations_of(values, pivot):
+    return tl.where(values == values, values - pivot, 0.0)
+
+
+@triton.jit
+def write_largest(
+    values, first, second, pivot, guess, count, topk, TAIL, places_, positions_ptr, out_row,
+    LISTED, LATE: tl.constexpr, GROUPS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Which of ``count`` keys are chosen, at least topk of which are present, and where they go."""
-    low, high, from_low, above = separate(keys, logits, pivot, count, topk, topk, TAIL)
-    chosen = choose(keys, low, high, from_low - above, topk - above, GROUPS, WARPS)
-    before, _ = rank(chosen, GROUPS, WARPS)
-    return chosen, before
+    """A row of ``out``: the positions of the topk largest of ``count`` values, which are
+    ``places_``. LATE: those are but the first of each four; LISTED, of their entries in a list.
+
+    False, and nothing is written, where -inf or NaN may be among the largest.
+    """
+    low, high, from_low, from_high, own = bracket(
+        values, first, second, pivot, guess, count, topk, TAIL, WARPS
+    )
+    if low > LEAST:
+        chosen = choose(values, low, high, from_low, from_high, own, topk, out_row, GROUPS, WARPS)
+        before, _ = rank(chosen, GROUPS, WARPS)
+        positions = places_
+        if LATE:
+            positions = places_ + tl.arange(0, 4)[None, None, None, :]
+            if LISTED:
+                positions = tl.load(positions_ptr + positions, mask=chosen, other=0)
+        tl.store(out_row + before, positions, mask=chosen)
+    return low > LEAST
 
 
 @triton.jit
-def place_runs(
+def entries_left(
     slot_runs, capacity, GROUPS: tl.constexpr, WARPS: tl.constexpr, SLICES: tl.constexpr
 ):
-    """Where in ``left`` the keys of a block come from, and -32 where there are no more: runs of 32,
-    of which slice s has ``slot_runs[s]``, behind one another."""
+    """Which entries of ``left`` make up a block, the first of each four; negative where there are
+    no more: runs of 32, of which slice s has ``slot_runs[s]``, behind one another."""
     RUNS: tl.constexpr = GROUPS * WARPS * 4
     run = tl.arange(0, RUNS)
     ends = tl.cumsum(slot_runs, axis=0)
@@ -185,26 +207,20 @@ def place_runs(
     else:
         offset = tl.permute(offset, [1, 0, 2])[:, :, :, None]
         offset = tl.reshape(tl.broadcast_to(offset, [GROUPS, WARPS, 4, 8]), [GROUPS, WARPS, 32])
-    return tl.multiple_of(offset[:, :, :, None], [32, 32, 32, 32])
+    offset = tl.multiple_of(offset[:, :, :, None], [32, 32, 32, 32])
+    return offset + along(tl.arange(0, 32) % 8 * 4, LANES)
 
 
 @triton.jit
-def write_left(
-    left_ptr, positions_ptr, out_row, slot_runs, capacity, pivot, count, topk,
-    GROUPS: tl.constexpr, WARPS: tl.constexpr, SLICES: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """A row of ``out``, from what the slices of the row have left."""
-    offset = place_runs(slot_runs, capacity, GROUPS, WARPS, SLICES)
-    lane = along(tl.arange(0, 32) % 8 * 4, LANES)
-    entries = offset + (lane + tl.arange(0, 4)[None, None, None, :])
-    present = tl.broadcast_to(offset >= 0, entries.shape)
-    keys = tl.load(left_ptr + entries, mask=present, other=ABSENT)
-    if EARLY:
-        positions = tl.load(positions_ptr + entries, mask=present, other=0)
-    chosen, before = largest(keys, value_of(keys), pivot, count, topk, True, GROUPS, WARPS)
-    if not EARLY:
-        positions = tl.load(positions_ptr + entries, mask=chosen, other=0)
-    tl.store(out_row + before, positions, mask=chosen)
+def load_left(left_ptr, positions_ptr, starts, LATE: tl.constexpr):
+    """``values, places_`` of the entries that begin at ``starts``."""
+    entries = starts + tl.arange(0, 4)[None, None, None, :]
+    present = tl.broadcast_to(starts >= 0, entries.shape)
+    values = tl.load(left_ptr + entries, mask=present, other=nan())
+    places_ = starts
+    if not LATE:
+        places_ = tl.load(positions_ptr + entries, mask=present, other=0)
+    return values, places_
 
 
 @triton.jit
@@ -236,11 +252,11 @@ def scan_row(
             columns, logits = load_block(
                 row_ptr, column_stride, start, length, VECTORS, GROUPS, WARPS
             )
-            keys = keys_of(logits, columns < length)
-            both = (keys >= first.to(tl.int32)).to(tl.int32)
-            both = sum_of_all(both + ((keys >= second.to(tl.int32)).to(tl.int32) << 16))
-            from_first += both & 0xFFFF
-            from_second += (both >> 16) & 0xFFFF
+            keys = tl.where(columns < length, key_of(logits), ABSENT)
+            both = (keys >= first.to(tl.int32)).to(tl.uint32)
+            both = sum_of_all(both + ((keys >= second.to(tl.int32)).to(tl.uint32) << 16))
+            from_first += (both & 0xFFFF).to(tl.int32)
+            from_second += (both >> 16).to(tl.int32)
             from_third += sum_of_all((keys >= third.to(tl.int32)).to(tl.int32))
         if from_third >= topk:
             low = third
@@ -269,7 +285,7 @@ def scan_row(
     written = length * 0
     for start in range(0, length, size):
         columns, logits = load_block(row_ptr, column_stride, start, length, VECTORS, GROUPS, WARPS)
-        keys = keys_of(logits, columns < length)
+        keys = tl.where(columns < length, key_of(logits), ABSENT)
         chosen = keys >= low.to(tl.int32)
         if equal > missing:
             tied = chosen & (keys < high.to(tl.int32))
@@ -302,23 +318,14 @@ def indexer_topk_filter_kernel(
     row_ptr = logits_ptr + row * row_stride
     begin = part * SLICE
     if (length > BLOCK) & (begin < length):
-        # Four neighbours out of each of as many equal parts of the row, anywhere within it: at
-        # equal distances they might all have the same place in a page.
-        RUNS: tl.constexpr = 32 * SAMPLE_GROUPS * WARPS
-        place = places(SAMPLE_GROUPS, WARPS)
-        run = place // 4
-        origin = (run.to(tl.int64) * (length // 4) // RUNS).to(tl.int32)
-        spread = (run * 40503) & 0xFFFF
-        origin += (spread.to(tl.int64) * (length // 4 // RUNS) >> 16).to(tl.int32)
-        start = (origin * 4 + place % 4).to(tl.int64) * column_stride
-        sample = tl.load(row_ptr + start).to(tl.float32)
+        sample = draw(row_ptr, column_stride, length, SAMPLE_GROUPS, WARPS)
         pivot = tl.load(row_ptr).to(tl.float32)
         # How many of the sample lie from the bound on.
-        aim = AIM * 4.0 * RUNS / length.to(tl.float32)
+        aim = AIM * 128.0 * SAMPLE_GROUPS * WARPS / length.to(tl.float32)
         fewest = tl.maximum((0.9 * aim).to(tl.int32), 1)
         most = tl.maximum((1.3 * aim).to(tl.int32), fewest)
-        sampled = tl.full([], 4 * RUNS, tl.int32)
-        low, _, _, _ = separate(ordered(sample), sample, pivot, sampled, fewest, most, False)
+        bound = find_bound(sample, pivot, fewest, most, WARPS)
+        bound_value = value_of(bound)
 
         slot = row * num_slices + part
         left_ptr += slot * CAPACITY
@@ -329,20 +336,20 @@ def indexer_topk_filter_kernel(
             columns, logits = load_block(
                 row_ptr, column_stride, first, end, VECTORS, GROUPS, WARPS
             )
-            keys = keys_of(logits, columns < end)
-            kept = keys >= low
+            # NaN is never left: whoever chooses -inf or NaN looks at the row itself.
+            kept = (columns < end) & (logits >= bound_value)
             before, ranked = rank(kept, GROUPS, WARPS)
             target = count + before
             kept = kept & (target < CAPACITY)
-            tl.store(left_ptr + target, keys, mask=kept)
+            tl.store(left_ptr + target, logits, mask=kept)
             tl.store(positions_ptr + target, columns, mask=kept)
             count += ranked
         rest = count + tl.arange(0, 32)
         filled = tl.minimum((count + 31) // 32 * 32, CAPACITY)
-        tl.store(left_ptr + rest, ABSENT, mask=rest < filled)
+        tl.store(left_ptr + rest, nan(), mask=rest < filled)
         tl.store(counts_ptr + slot, count)
         if part == 0:
-            tl.store(bounds_ptr + row, low)
+            tl.store(bounds_ptr + row, bound)
 
 
 # fmt: off
@@ -354,7 +361,7 @@ def indexer_topk_kernel(
     VECTORS: tl.constexpr, FILTERED: tl.constexpr,
     SLICE: tl.constexpr, CAPACITY: tl.constexpr, SLICES: tl.constexpr,
     GROUPS: tl.constexpr, LARGE_GROUPS: tl.constexpr, WARPS: tl.constexpr,
-    EARLY: tl.constexpr, OVERLAP: tl.constexpr,
+    LATE: tl.constexpr, OVERLAP: tl.constexpr,
 ):
     # fmt: on
     BLOCK: tl.constexpr = 128 * GROUPS * WARPS
@@ -367,44 +374,75 @@ def indexer_topk_kernel(
         # Before the length is known: one wait for both. Not where there may be no logits.
         end = tl.where(width > topk, width, 0)
         pivot = tl.load(row_ptr, mask=end > 0, other=0.0).to(tl.float32)
-        columns, logits = load_block(row_ptr, column_stride, 0, end, VECTORS, GROUPS, WARPS)
+        columns, values = load_block(row_ptr, column_stride, 0, end, VECTORS, GROUPS, WARPS)
     length = tl.minimum(tl.maximum(length, 0), width)
     if OVERLAP:
         # All programs wait: nothing that comes after this kernel may run beside the first one.
         tl.extra.cuda.gdc_wait()
+    hint = tl.full([], LEAST, tl.int32)
     if length <= topk:
         write_all(out_row, length, topk, 32 * WARPS)
-    elif (not FILTERED) or (length <= BLOCK):
-        if FILTERED:
-            pivot = tl.load(row_ptr).to(tl.float32)
-            columns, logits = load_block(row_ptr, column_stride, 0, length, VECTORS, GROUPS, WARPS)
-        keys = keys_of(logits, columns < length)
-        chosen, before = largest(keys, logits, pivot, length, topk, False, GROUPS, WARPS)
-        tl.store(out_row + before, columns, mask=chosen)
+        done = True
+    elif not FILTERED:
+        guess = guess_of(topk, length, False)
+        if length < BLOCK:
+            values = present_or_nan(columns, values, length)
+            first, second = moments_of(deviations_of(values, pivot), WARPS)
+        else:
+            first, second = moments_of(values - pivot, WARPS)
+        done = write_largest(
+            values, first, second, pivot, guess, length, topk, False, columns, positions_ptr,
+            out_row, False, False, GROUPS, WARPS,
+        )  # fmt: skip
     else:
         slices = tl.arange(0, SLICES)
         live = slices < tl.cdiv(length, SLICE)
-        counts = tl.load(counts_ptr + row * num_slices + slices, mask=live, other=0)
-        bound = tl.load(bounds_ptr + row)
+        listed = length > BLOCK
+        counts = tl.load(
+            counts_ptr + row * num_slices + slices, mask=live & listed, other=0
+        )
+        hint = tl.load(bounds_ptr + row, mask=listed, other=LEAST)
+        left_ptr += row * num_slices * CAPACITY
+        positions_ptr += row * num_slices * CAPACITY
         slot_runs = (counts + 31) // 32
         count = tl.sum(counts, axis=0)
         taken = tl.sum(slot_runs, axis=0) * 32
-        whole = (count >= topk) & (tl.max(counts, axis=0) <= CAPACITY)
-        left_ptr += row * num_slices * CAPACITY
-        positions_ptr += row * num_slices * CAPACITY
-        pivot = value_of(bound)
-        if whole & (taken <= BLOCK):
-            write_left(
-                left_ptr, positions_ptr, out_row, slot_runs, CAPACITY, pivot, count, topk,
-                GROUPS, WARPS, SLICES, EARLY,
+        whole = (count > topk) & (tl.max(counts, axis=0) <= CAPACITY)
+        if (length <= BLOCK) | (whole & (taken <= BLOCK)):
+            if listed:
+                pivot = finite_value_of(hint)
+                starts = entries_left(slot_runs, CAPACITY, GROUPS, WARPS, SLICES)
+                values, places_ = load_left(left_ptr, positions_ptr, starts, LATE)
+            else:
+                count = length
+                pivot = tl.load(row_ptr).to(tl.float32)
+                columns, values = load_block(
+                    row_ptr, column_stride, 0, length, VECTORS, GROUPS, WARPS
+                )
+                values = present_or_nan(columns, values, length)
+                places_ = starts_of_4(GROUPS, WARPS) if LATE else columns
+            guess = guess_of(topk, count, listed)
+            first, second = moments_of(deviations_of(values, pivot), WARPS)
+            done = write_largest(
+                values, first, second, pivot, guess, count, topk, listed, places_,
+                positions_ptr, out_row, listed, LATE, GROUPS, WARPS,
             )  # fmt: skip
         elif whole & (taken <= LARGE_BLOCK):
-            write_left(
-                left_ptr, positions_ptr, out_row, slot_runs, CAPACITY, pivot, count, topk,
-                LARGE_GROUPS, WARPS, SLICES, False,
+            pivot = finite_value_of(hint)
+            starts = entries_left(slot_runs, CAPACITY, LARGE_GROUPS, WARPS, SLICES)
+            values, places_ = load_left(left_ptr, positions_ptr, starts, True)
+            guess = guess_of(topk, count, True)
+            first, second = moments_of(deviations_of(values, pivot), WARPS)
+            done = write_largest(
+                values, first, second, pivot, guess, count, topk, True, places_,
+                positions_ptr, out_row, True, True, LARGE_GROUPS, WARPS,
             )  # fmt: skip
         else:
-            scan_row(row_ptr, column_stride, length, topk, bound, out_row, VECTORS, GROUPS, WARPS)
+            done = False
+    if not done:
+        # No more registers than the search needs: it holds its keys throughout, this does not.
+        SCAN_GROUPS: tl.constexpr = GROUPS if GROUPS <= 4 else 4
+        scan_row(row_ptr, column_stride, length, topk, hint, out_row, VECTORS, SCAN_GROUPS, WARPS)
 
 
 # fmt: off
@@ -461,7 +499,7 @@ def largest_positions(logits: Tensor, row_lens: Tensor, topk: int, width: int) -
         num_slices = triton.cdiv(width, shape.slice)
         capacity = min(shape.slice, shape.large_block)
         overlap = OVERLAP and not INTERPRETED and capability(out.device) >= 90
-        left = row_lens.new_empty(num_tokens, num_slices, capacity)
+        left = logits.new_empty(num_tokens, num_slices, capacity)
         positions, counts, bounds = (
             row_lens.new_empty(num_tokens, *rest) for rest in [left.shape[1:], (num_slices,), ()]
         )
@@ -476,8 +514,7 @@ def largest_positions(logits: Tensor, row_lens: Tensor, topk: int, width: int) -
             WARPS=warps, OVERLAP=overlap, num_warps=warps, maxnreg=MAX_REGISTERS,
         )  # fmt: skip
     warps = warps_for(shape.block)
-    # One program on a multiprocessor may have more registers: positions wait in them.
-    few = shape.chunk > 0 and num_tokens <= num_sms(out.device) and warps <= 16
+    registers = select_registers(num_tokens, warps, num_sms(out.device))
     indexer_topk_kernel[(num_tokens,)](
         logits, row_lens, left, positions, counts, bounds, out,
         width, topk, num_slices,
@@ -486,8 +523,8 @@ def largest_positions(logits: Tensor, row_lens: Tensor, topk: int, width: int) -
         SLICE=max(shape.slice, 1), CAPACITY=capacity,
         SLICES=triton.next_power_of_2(num_slices),
         GROUPS=shape.block // (128 * warps), LARGE_GROUPS=shape.large_block // (128 * warps),
-        WARPS=warps, EARLY=few, OVERLAP=overlap,
-        num_warps=warps, launch_pdl=overlap, maxnreg=MAX_REGISTERS * 2 if few else MAX_REGISTERS,
+        WARPS=warps, LATE=registers < 2 * MAX_REGISTERS, OVERLAP=overlap,
+        num_warps=warps, launch_pdl=overlap, maxnreg=registers,
     )  # fmt: skip
     return out
 
@@ -500,4 +537,12 @@ def reads_vectors(logits: Tensor, width: int) -> bool:
 
 
 def warps_for(keys: int) -> int:
-    return max(1, keys // (32 * KEYS_PER_THREAD))
+    return min(max(1, keys // (32 * KEYS_PER_THREAD)), MAX_WARPS)
+
+
+def select_registers(num_tokens: int, warps: int, sms: int) -> int:
+    """Of a thread: all that a multiprocessor has for the one or two programs on it, and with few
+    warps so many that the positions of what is left can wait in them, beside the keys."""
+    programs = 1 if num_tokens <= sms else 2
+    registers = 65536 // (32 * warps * programs) // 8 * 8
+    return max(min(registers, 248), MAX_REGISTERS * (1 if warps > 8 else 2))

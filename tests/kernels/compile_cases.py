@@ -150,18 +150,22 @@ CASES += [
     Case(
         name,
         "indexer_topk",
-        lambda width=width, topk=topk: {
-            "logits": meta(64, width),
-            "row_lens": int32(64),
+        lambda num_tokens=num_tokens, width=width, topk=topk: {
+            "logits": meta(num_tokens, width),
+            "row_lens": int32(num_tokens),
             "topk": topk,
         },
     )
-    for name, width, topk in [
-        ("indexer_topk", 33, 7),
-        ("indexer_topk, one block", 8192, 2048),
-        ("indexer_topk, long rows", 131072, 2048),
-        ("indexer_topk, long rows, the largest block", 65536, 4096),
-        ("indexer_topk, a topk beyond a chunk", 131072, 9000),
+    for name, num_tokens, width, topk in [
+        ("indexer_topk", 64, 33, 7),
+        ("indexer_topk, one block", 64, 8192, 2048),
+        ("indexer_topk, the largest block of a row", 64, 16384, 2048),
+        # two programs share the registers of a multiprocessor
+        ("indexer_topk, one block, many rows", 256, 4096, 2048),
+        ("indexer_topk, long rows", 64, 131072, 2048),
+        ("indexer_topk, long rows, many of them", 256, 32768, 2048),
+        ("indexer_topk, long rows, the largest block", 64, 65536, 4096),
+        ("indexer_topk, a topk beyond a chunk", 64, 131072, 9000),
     ]
 ]
 

@@ -32,10 +32,15 @@ VALUES: dict[str, Callable[[int], Tensor]] = {
     "exponential": lambda n: torch.rand(n).log().neg(),
     "heavy tails": lambda n: torch.randn(n) / torch.randn(n),
     "one cluster": lambda n: 100 + 1e-3 * torch.randn(n),
+    "two clusters": lambda n: torch.where(torch.rand(n) < 0.5, 1000, -1000) + torch.randn(n),
     "outliers": lambda n: torch.cat([torch.randn(n - 2), torch.tensor([LARGEST, -LARGEST])]),
+    "one outlier": lambda n: torch.cat([torch.tensor([1e38]), torch.randn(n - 1)]),
+    "huge": lambda n: torch.randn(n) * 1e38,
+    "plateau within": lambda n: torch.where(torch.rand(n) < 0.5, 0.25, torch.randn(n)),
     "relu plateau": lambda n: (torch.randn(n) - 1).relu(),
     "negative plateau": lambda n: torch.randn(n).clamp_max(-0.5),
     "all negative": lambda n: -torch.rand(n) - 1,
+    "two values": lambda n: torch.where(torch.rand(n) < 0.3, 2.0, 1.0),
     "few values": lambda n: torch.randint(-2, 3, (n,)).float(),
     "equal": lambda n: torch.full((n,), 3.5),
     "equal to -inf": lambda n: torch.full((n,), -INF),
@@ -43,7 +48,18 @@ VALUES: dict[str, Callable[[int], Tensor]] = {
     "mostly inf": lambda n: torch.where(torch.rand(n) < 0.9, INF, torch.randn(n)),
     "mostly NaN": lambda n: torch.where(torch.rand(n) < 0.9, NAN, torch.randn(n)),
     "two far values": lambda n: torch.where(torch.rand(n) < 0.9, 1e-30, 1e30),
+    "half inf, half -inf": lambda n: torch.where(torch.rand(n) < 0.5, INF, -INF),
+    "NaN first": lambda n: torch.cat([torch.tensor([NAN]), torch.randn(n - 1)]),
+    "-inf first": lambda n: torch.cat([torch.tensor([-INF]), torch.randn(n - 1)]),
     "zeros of both signs": lambda n: torch.where(torch.rand(n) < 0.5, 0.0, -0.0),
+    "zeros within": lambda n: torch.cat(
+        [
+            -torch.rand(n // 4),
+            torch.zeros(n // 4),
+            -torch.zeros(n // 4),
+            torch.rand(n - 3 * (n // 4)),
+        ]
+    )[torch.randperm(n)],
     "subnormal": lambda n: torch.randn(n) * 1e-42,
     "any bits": lambda n: torch.randint(-(2**31), 2**31, (n,)).to(torch.int32).view(torch.float32),
     "ascending": lambda n: torch.arange(n).float(),
@@ -147,6 +163,54 @@ def test_topk_of_each_kind_of_values(values: Callable[[int], Tensor], device: st
     logits = torch.stack([values(300), values(300)]).to(device)
     assert_equals_sort(logits, int32([300, 101], device), 15)
     assert_equals_sort(logits[:1], int32([300], device), 70)
+
+
+@pytest.mark.parametrize(("width", "topk"), [(1500, 1), (3001, 400), (1100, 550), (1023, 1022)])
+def test_topk_of_each_kind_of_values_in_one_block(width: int, topk: int, device: str) -> None:
+    """Several warps, and several groups a thread: rows that are full, short, and padded with inf.
+
+    A threshold lies in every part of the row, among more than 64 equal values as well.
+    """
+    logits = torch.full((len(VALUES), width + 4), INF)
+    for row, values in zip(logits, VALUES.values(), strict=True):
+        row[:width] = values(width)
+    row_lens = torch.full((len(VALUES),), width, dtype=torch.int32)
+    row_lens[::3] -= torch.randint(1, width - topk + 1, row_lens[::3].shape, dtype=torch.int32)
+    assert_equals_sort(logits[:, :width].to(device), row_lens.to(device), topk)
+
+
+@pytest.mark.parametrize(("width", "topk"), [(20_000, 2048), (32_768, 700)])
+def test_topk_of_a_block_of_the_largest_size(
+    width: int, topk: int, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    """32 warps of eight groups: all counts of 32768 equal keys still fit into 16 bits."""
+    monkeypatch.setattr(indexer_topk, "SHORT_WIDTH", 32_768)
+    assert indexer_topk.plan(1, width, topk, 132) == (32_768, 32_768, 0, 0, 0)
+    kinds = ["normal", "equal", "plateau within", "zeros within", "any bits"]
+    logits = torch.stack([VALUES[kind](width) for kind in kinds]).to(device)
+    assert_equals_sort(logits, int32([width, width, width - 9, width, width], device), topk)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="replaces a function of the interpreter")
+@pytest.mark.parametrize(("width", "topk"), [(2000, 100), (300, 15)])
+def test_topk_scans_no_row_of_finite_logits(
+    width: int, topk: int, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The search is enough, whatever they are, and so is what the filter leaves of normal ones."""
+
+    def refuse(*args: object) -> None:
+        raise AssertionError("scanned")
+
+    if width == 300:
+        request.getfixturevalue("small_blocks")
+    monkeypatch.setattr(indexer_topk, "scan_row", refuse)
+    finite = [values(width) for values in VALUES.values()]
+    finite = [values for values in finite if values.isfinite().all()]
+    assert len(finite) > 15
+    logits = torch.stack(finite) if width == 2000 else torch.randn(8, width)
+    assert_equals_sort(logits, int32([width] * len(logits)), topk)
+    with pytest.raises(Exception, match="scanned"):
+        launch(torch.full((1, width), -INF), int32([width]), topk)
 
 
 @pytest.mark.usefixtures("small_blocks")
