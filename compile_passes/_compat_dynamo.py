@@ -9,6 +9,7 @@ import torch
 import torch._dynamo
 from torch import Tensor, fx
 from torch._dynamo.exc import BackendCompilerFailed, TorchRuntimeError, Unsupported
+from torch._guards import tracing
 from torch.fx.experimental import _config
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
@@ -156,3 +157,8 @@ def trace_only(
         raise ValueError("the step calls no op on a tensor")
     # Dynamo remembers every backend, and with it what it refers to
     return found.pop()
+
+
+def outside_of_tracing() -> contextlib.AbstractContextManager[Any]:
+    """What is traced inside, such as an export, is no part of a compilation that goes on around."""
+    return tracing(None)

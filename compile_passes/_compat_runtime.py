@@ -136,3 +136,8 @@ def seeded() -> Iterator[None]:
     with torch.random.fork_rng(devices=card):
         torch.manual_seed(0)
         yield
+
+
+def is_autocast() -> bool:
+    """Some device computes under autocast just now."""
+    return bool(torch._C._is_any_autocast_enabled())

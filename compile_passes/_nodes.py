@@ -113,9 +113,15 @@ def mutated(node: fx.Node) -> set[int]:
     """Storages that a node may write: what it is known to write, and what cannot be ruled out."""
     if node.op == "call_module" or isinstance(node.target, HigherOrderOperator):
         return {UNKNOWN}
-    if op_of(node) is not None or _is_pure(node) or _writes_first(node):
+    if op_of(node) is not None or is_pure(node) or _writes_first(node):
         return written(node)
     return storages((node.args, node.kwargs))
+
+
+def may_write(node: fx.Node) -> set[int]:
+    """What a node may write among its arguments: a node may not write what it was not given."""
+    found = mutated(node)
+    return storages((node.args, node.kwargs)) if UNKNOWN in found else found
 
 
 def written(node: fx.Node) -> set[int]:
@@ -200,7 +206,7 @@ _PURE_FUNCTIONS = frozenset(
 )
 
 
-def _is_pure(node: fx.Node) -> bool:
+def is_pure(node: fx.Node) -> bool:
     """Known to write none of its arguments: torch names what writes with a trailing underscore."""
     if node.op in ("placeholder", "get_attr", "output"):
         return True
@@ -489,7 +495,7 @@ def erase_unused(node: Any) -> None:
     if not isinstance(node, fx.Node) or node.users or node.op == "placeholder":
         return
     op = op_of(node)
-    if not _is_pure(node) or (op is not None and not _computes(op)):
+    if not is_pure(node) or (op is not None and not _computes(op)):
         return
     sources = node.all_input_nodes
     node.graph.erase_node(node)

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from . import PASSES, _compat
-from ._nodes import UNKNOWN, mutated, overlap, storages, written
+from . import PASSES, _compat, tensorrt
+from ._nodes import may_write, overlap, storages, written
 from .capture import device_of
 from .find_mutation_hazards import remove_snapshots
 from .graph_pass import PassManager
@@ -42,6 +42,7 @@ def backend(
 
     Raises:
         ValueError: an unknown option, or one that needs ``mtpgraph.compile``
+        ModuleNotFoundError: ``engine="tensorrt"`` without torch-tensorrt
     """
     if mode is not None:
         raise ValueError(f"backend 'mtpgraph' takes no mode, got {mode!r}; use options")
@@ -50,7 +51,10 @@ def backend(
         raise ValueError(
             f"option {padding[0]!r} needs mtpgraph.compile: a backend alone does not pad"
         )
-    return build_graphed(gm, example_inputs, Options.parse(given))
+    parsed = Options.parse(given)
+    if parsed.engine == "tensorrt":
+        tensorrt.require()
+    return build_graphed(gm, example_inputs, parsed)
 
 
 def build_graphed(
@@ -92,14 +96,20 @@ def build(
         graph_pass for graph_pass in PASSES if graph_pass.__name__ not in options.disable_passes
     )
     in_place = _inputs_in(gm.graph, written)
-    maybe_in_place = _inputs_in(gm.graph, _perhaps)
+    maybe_in_place = _inputs_in(gm.graph, may_write)
     sizes = _graph_sizes(gm.graph)
     rewrites = manager(gm)
     _refuse(manager.findings, options, whole)
-    run = _ENGINES[options.engine](gm, example_inputs, manager.uuid())
+    run = _ENGINES[options.engine](gm, example_inputs, manager.uuid(), options)
     stats = Stats(graphs=1, findings=manager.findings)
     stats.rewrites.update({name: count for name, count in rewrites.items() if count})
-    return Artifact(run, in_place, maybe_in_place, sizes, stats)
+    frozen = None
+    if isinstance(run, tensorrt.HybridStep):
+        stats.findings = [*stats.findings, *run.findings]
+        stats.engines.update(run.counts)
+        stats.hybrid.update(run.hybrid)
+        frozen = run.frozen if len(run.frozen) else None
+    return Artifact(run, in_place, maybe_in_place, sizes, stats, frozen)
 
 
 def _refuse(findings: Sequence[Finding], options: Options, whole: bool) -> None:
@@ -111,16 +121,26 @@ def _refuse(findings: Sequence[Finding], options: Options, whole: bool) -> None:
         raise ReportError("the step reads what it overwrites", hazards)
 
 
-def _run_eager(gm: fx.GraphModule, _: Sequence[Any], __: bytes) -> Callable[..., Any]:
+def _run_eager(gm: fx.GraphModule, *_: Any) -> Callable[..., Any]:
     # every call runs where it stands, into memory of its own: nothing is read late
     if remove_snapshots(gm.graph):
         gm.recompile()
     return gm.forward
 
 
-_ENGINES: dict[str, Callable[[fx.GraphModule, Sequence[Any], bytes], Callable[..., Any]]] = {
-    "inductor": _compat.inductor,
+def _run_tensorrt(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], passes: bytes, options: Options
+) -> Callable[..., Any]:
+    # what is not in an engine runs as in eager
+    remove_snapshots(gm.graph)
+    return tensorrt.compile_dense(gm, example_inputs, passes, options)
+
+
+_Engine = Callable[[fx.GraphModule, Sequence[Any], bytes, Options], Callable[..., Any]]
+_ENGINES: dict[str, _Engine] = {
+    "inductor": lambda gm, example_inputs, passes, _: _compat.inductor(gm, example_inputs, passes),
     "eager": _run_eager,
+    "tensorrt": _run_tensorrt,
 }
 
 
@@ -134,6 +154,7 @@ class Artifact:
         maybe_in_place: the same, or this cannot be ruled out
         sizes: sizes of the inputs and outputs as expressions
         stats: counts of this graph
+        frozen: weights that the compiled code holds copies of
     """
 
     run: Callable[..., Any]
@@ -141,8 +162,12 @@ class Artifact:
     maybe_in_place: tuple[bool, ...]
     sizes: GraphSizes
     stats: Stats
+    frozen: tensorrt.FrozenWeights | None = None
 
     def __call__(self, *args: Any) -> Any:
+        if self.frozen is not None:
+            # a replay would not look
+            self.frozen.check()
         return self.run(*args)
 
 
@@ -164,12 +189,6 @@ def _inputs_in(graph: fx.Graph, writes: Callable[[fx.Node], set[int]]) -> tuple[
     """For each input, whether a node writes it."""
     found = set().union(*map(writes, graph.nodes))
     return tuple(overlap(storages(node), found) for node in graph.nodes if node.op == "placeholder")
-
-
-def _perhaps(node: fx.Node) -> set[int]:
-    """What a node may write among its arguments: a node may not write what it was not given."""
-    found = mutated(node)
-    return storages((node.args, node.kwargs)) if UNKNOWN in found else found
 
 
 def stats(compiled: Callable[..., Any]) -> Stats:

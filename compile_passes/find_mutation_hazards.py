@@ -69,7 +69,11 @@ def remove_snapshots(graph: fx.Graph) -> int:
     # a call of the user's own stays
     inserted = [node for node in snapshots if node.meta.get(_INSERTED)]
     for node in inserted:
-        node.replace_all_uses_with(node.args[0])
+        value: Any = node.args[0]
+        if node.meta[_INSERTED] == "of result":
+            # what are views of the copy become views of the value again
+            value.meta["example_value"] = example_value(node)
+        node.replace_all_uses_with(value)
         graph.erase_node(node)
     return len(inserted)
 
@@ -129,6 +133,7 @@ def _insert(graph: fx.Graph, hazard: Hazard, memory: Storages) -> int:
             # what were views of the value are now views of the copy
             fakes = example_value(copy), example_value(value)
             value.meta["example_value"], copy.meta["example_value"] = fakes
+            copy.meta[_INSERTED] = "of result"
             memory.forget(value)
     reason, remedy = _REASONS[hazard.form]
     reason = reason.format(writer=_spoken(hazard.writer))
@@ -142,7 +147,7 @@ def _snapshot(graph: fx.Graph, value: fx.Node, line: fx.Node) -> fx.Node:
     copy = graph.call_function(_ops.snapshot.default, (value,))
     copy.meta.update(value.meta)
     copy.meta["example_value"] = torch.empty_like(example_value(value))
-    copy.meta[_INSERTED] = True
+    copy.meta[_INSERTED] = "of operand"
     if "stack_trace" in line.meta:
         copy.meta["stack_trace"] = line.meta["stack_trace"]
     return copy

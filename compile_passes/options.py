@@ -3,11 +3,12 @@
 import dataclasses
 import difflib
 import itertools
+import os
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, get_args
 
 Cudagraph = Literal["full", "off"]
-Engine = Literal["inductor", "eager"]
+Engine = Literal["inductor", "eager", "tensorrt"]
 
 DEFAULT_SIZES = (1, 2, 4, *range(8, 513, 8))
 
@@ -24,8 +25,13 @@ class Options:
         specialize: sizes that get a static compilation of their own
         cudagraph: "full", one CUDA graph per size on a GPU, or "off"
         clone_outputs: return copies; otherwise the outputs of a CUDA graph hold until the next call
-        engine: "inductor", or "eager", which runs the rewritten graph call by call, without the
-            copies that ``find_mutation_hazards`` makes for Inductor
+        engine: "inductor"; "eager", which runs the rewritten graph call by call, without the copies
+            that ``find_mutation_hazards`` makes for Inductor; or "tensorrt", which runs dense
+            regions as TensorRT engines and the rest as "eager" does
+        engine_cache: directory that keeps TensorRT engines; by default that of the environment
+            variable MTPGRAPH_ENGINE_CACHE, if it is set
+        freeze_weights: parameters are constants of TensorRT engines; otherwise they are inputs,
+            which sees every update and keeps one copy of them
         disable_passes: names of passes to leave out
         strict: a fallback or report becomes an error
         debug: check before each replay that no input in use by address has moved
@@ -37,6 +43,8 @@ class Options:
     cudagraph: Cudagraph = "full"
     clone_outputs: bool = False
     engine: Engine = "inductor"
+    engine_cache: str | None = None
+    freeze_weights: bool = True
     disable_passes: tuple[str, ...] = ()
     strict: bool = False
     debug: bool = False
@@ -52,7 +60,11 @@ class Options:
         _one_of("engine", self.engine, get_args(Engine))
         if type(self.next_n) is not int or self.next_n < 1:
             raise ValueError(f"next_n must be a positive int, got {self.next_n!r}")
-        for name in ("clone_outputs", "strict", "debug"):
+        if isinstance(self.engine_cache, os.PathLike):
+            object.__setattr__(self, "engine_cache", os.fspath(self.engine_cache))
+        if not isinstance(self.engine_cache, str | None):
+            raise TypeError(f"engine_cache must be a path, got {self.engine_cache!r}")
+        for name in ("clone_outputs", "freeze_weights", "strict", "debug"):
             if type(getattr(self, name)) is not bool:
                 raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
         object.__setattr__(self, "disable_passes", _pass_names(self.disable_passes))

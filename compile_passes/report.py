@@ -23,6 +23,7 @@ Kind = Literal[
     "rows mixed",
     "batch size as value",
     "padding unknown",
+    "engine fallback",
 ]
 
 

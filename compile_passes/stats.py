@@ -25,6 +25,10 @@ class Stats:
         tokens: query tokens of real batches
         calls: calls by the size they were padded to; ``None`` for exact sizes
         rewrites: rewrites by the name of the pass, over all compilations
+        engines: dense regions by what became of them under ``engine="tensorrt"``: an engine
+            "built", "loaded" from the cache or "shared" with an equal region, or "torch"
+        hybrid: calls of pure ops of this package that run in torch between TensorRT engines, by
+            name of the op: no op is a TensorRT plugin
         fallbacks: why a call ran without the CUDA graph it should have had
         findings: what the passes noted about the user's lines, over all compilations
     """
@@ -41,6 +45,8 @@ class Stats:
     tokens: int = 0
     calls: Counter[int | None] = dataclasses.field(default_factory=Counter)
     rewrites: Counter[str] = dataclasses.field(default_factory=Counter)
+    engines: Counter[str] = dataclasses.field(default_factory=Counter)
+    hybrid: Counter[str] = dataclasses.field(default_factory=Counter)
     fallbacks: list[str] = dataclasses.field(default_factory=list)
     findings: list[Finding] = dataclasses.field(default_factory=list)
 
@@ -58,5 +64,6 @@ class Stats:
         values = dataclasses.asdict(self)
         for name in ("calls", "graph_bytes"):
             values[name] = {str(size): count for size, count in getattr(self, name).items()}
-        values["rewrites"] = dict(self.rewrites)
+        for name in ("rewrites", "engines", "hybrid"):
+            values[name] = dict(getattr(self, name))
         return values

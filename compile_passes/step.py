@@ -28,6 +28,7 @@ from .output_plan import OutputPlan, check_outputs
 from .replay import Replay, Replays, Served
 from .stats import Stats
 from .survey import Survey, Surveyor
+from .tensorrt import FrozenWeights, require
 
 # kinds of calls are few, and Dynamo's own limit is for code that nobody asked to compile
 _RECOMPILE_LIMIT = 256
@@ -64,8 +65,12 @@ def compile(
     Raises:
         ValueError: an unknown option or name
         TypeError: a value of the wrong kind
+        ModuleNotFoundError: ``engine="tensorrt"`` without torch-tensorrt
     """
-    return CompiledStep(fn, inputs, Options.parse(options))
+    parsed = Options.parse(options)
+    if parsed.engine == "tensorrt":
+        require()
+    return CompiledStep(fn, inputs, parsed)
 
 
 class CompiledStep:
@@ -97,6 +102,7 @@ class CompiledStep:
         )
         self._unpadded = torch.compile(fn, backend=self._unpadded_backend, fullgraph=True)
         self._artifacts: list[Artifact] = []
+        self._frozen: list[FrozenWeights] = []
         self._planned: set[Any] = set()
         self._observing: tuple[Batch, Kind, Mapping[str, Tensor]] | None = None
         self._observed: list[_Observation] = []
@@ -125,6 +131,9 @@ class CompiledStep:
             self._busy.release()
 
     def _serve(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        for weights in self._frozen:
+            # a replay would not look
+            weights.check()
         if self._replays is not None and not _compat.is_suspended():
             found = self._replays.find(args, kwargs)
             if found is not None and not self._is_capturing():
@@ -436,7 +445,7 @@ class CompiledStep:
 
     def _backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         artifact = build(gm, example_inputs, self._options)
-        self._artifacts.append(artifact)
+        self._keep(artifact)
 
         def run(*args: Any) -> Any:
             if self._observing is None:
@@ -465,6 +474,11 @@ class CompiledStep:
 
         return run
 
+    def _keep(self, artifact: Artifact) -> None:
+        self._artifacts.append(artifact)
+        if artifact.frozen is not None:
+            self._frozen.append(artifact.frozen)
+
     def _static_backend(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any]
     ) -> Callable[..., Any]:
@@ -474,7 +488,7 @@ class CompiledStep:
         self, gm: fx.GraphModule, example_inputs: Sequence[Any]
     ) -> Callable[..., Any]:
         artifact = build_graphed(gm, example_inputs, self._options, whole=True)
-        self._artifacts.append(artifact)
+        self._keep(artifact)
         return artifact
 
 

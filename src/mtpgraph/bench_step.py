@@ -1,4 +1,4 @@
-"""``mtpgraph bench step``: a decode step of realistic shape, four ways of running it.
+"""``mtpgraph bench step``: a decode step of realistic shape, several ways of running it.
 
 A layer is what DeepSeek V3.2 has at tensor parallel 8, without its experts: RMS norm, projections,
 index keys written, indexer with top-k, latent attention over the chosen keys, output projection,
@@ -28,7 +28,11 @@ from mtpgraph import Batched, Static, ops
 
 BLOCK_SIZE = 64
 DEVICE = "cuda"
-WAYS = ("eager", "compile", "reduce-overhead", "mtpgraph")
+WAYS = ("eager", "compile", "reduce-overhead", "mtpgraph", "tensorrt")
+# the last needs an extra, so it is measured when asked for
+DEFAULT_WAYS = WAYS[:-1]
+# what runs through mtpgraph.compile, and with which engine
+ENGINES = {"mtpgraph": "inductor", "tensorrt": "tensorrt"}
 WARM_UPS = ("mtpgraph", "reduce-overhead", "one compilation per size")
 INPUTS = {
     "hidden": Batched(per="token"),
@@ -188,8 +192,10 @@ def build(way: str, model: Model, batches: Sequence[int], next_n: int) -> Any:
     """The step as one of ``WAYS``."""
     if way == "eager":
         return model
-    if way == "mtpgraph":
-        return mtpgraph.compile(model.forward, inputs=INPUTS, sizes=batches, next_n=next_n)
+    if way in ENGINES:
+        return mtpgraph.compile(
+            model.forward, inputs=INPUTS, sizes=batches, next_n=next_n, engine=ENGINES[way]
+        )
     return torch.compile(model, mode=None if way == "compile" else way)
 
 
@@ -257,7 +263,7 @@ def run_way(
     started = time.perf_counter()
     step = build(way, model, batches, next_n)
     first = make_batch(model.sizes, batches[0], next_n, min(args.contexts), width)
-    if way == "mtpgraph":
+    if way in ENGINES:
         step.warm_up(*first, caches)
     else:
         step(*first, caches)
@@ -300,9 +306,11 @@ def run_way(
     seconds = time.perf_counter() - started
     row = common | {"batch": "changing", "context": context, "graphs": recompiles() - graphs}
     row["step_ms"] = seconds / len(changing) * 1e3
-    if way == "mtpgraph":
+    if way in ENGINES:
         stats = step.stats()
         row |= {"captures": stats.captures, "recompiles": stats.recompiles}
+        if stats.engines:
+            row["engines"] = dict(stats.engines)
     yield row
 
 
@@ -359,7 +367,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64, 256])
     parser.add_argument("--contexts", type=int, nargs="+", default=[4096, 32768])
     parser.add_argument("--max-tokens", type=int, default=1 << 21, help="cache size in tokens")
-    parser.add_argument("--ways", nargs="*", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--ways", nargs="*", choices=WAYS, default=list(DEFAULT_WAYS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--calls", type=int, default=10)
     parser.add_argument(
@@ -411,7 +419,7 @@ def _line(row: dict[str, Any]) -> str:
         for name in ("step_ms", "host_ms", "kernel_ms", "warm_up_s", "memory_mib")
         if name in row
     ]
-    parts += [f"{k} {row[k]}" for k in ("graphs", "captures", "recompiles") if k in row]
+    parts += [f"{k} {row[k]}" for k in ("graphs", "captures", "recompiles", "engines") if k in row]
     return "  ".join(parts)
 
 

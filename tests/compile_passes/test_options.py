@@ -19,7 +19,11 @@ from mtpgraph import Options
         ({"sizes": 8}, TypeError, "sizes must be a sequence of ints, got 8"),
         ({"sizes": [2], "specialize": [1]}, ValueError, r"specialize must be a subset of sizes"),
         ({"next_n": 0}, ValueError, "next_n must be a positive int, got 0"),
-        ({"engine": "aot_eager"}, ValueError, "engine must be one of inductor, eager, got 'aot_"),
+        (
+            {"engine": "aot_eager"},
+            ValueError,
+            "engine must be one of inductor, eager, tensorrt, got",
+        ),
         ({"cudagraph": "partial"}, ValueError, "cudagraph must be one of full, off"),
         ({"disable_passes": ["fuse_selekt"]}, ValueError, "did you mean 'fuse_select'"),
         ({"disable_passes": "fuse_select"}, TypeError, "disable_passes must be a sequence"),
