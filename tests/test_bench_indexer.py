@@ -182,6 +182,17 @@ def test_row_of_wrong_arms_names_and_does_not_time_them() -> None:
     assert "ratio" not in row
 
 
+def test_row_of_a_peer_that_is_not_always_exact() -> None:
+    arms = [arm("mtpgraph"), arm("a", check_others=lambda: "clustered rows: recall 0.5"), arm("b")]
+    times = {"mtpgraph": 6.0, "a": 5.0, "b": 12.0}
+    row = bench_indexer.measure(TopK(1, 8192), arms, PLAN, CEILINGS, timer(times))
+    assert row["inexact"] == {"a": "clustered rows: recall 0.5"}
+    assert (row["best_peer"], row["ratio"]) == ("a", 1.2)
+    assert (row["best_peer_exact"], row["ratio_exact"]) == ("b", 0.5)
+    assert "wrong" not in row
+    assert "| a* | 5.0 | 1.20 | 1.20 | 0.50 | cold |" in bench_indexer.table([row])
+
+
 def test_row_of_an_arm_that_no_graph_holds() -> None:
     def time_arms(arms: Sequence[Arm], plan: Plan) -> dict[str, Timing | str]:
         return {"mtpgraph": Timing(2.0, 1.0, 3.0), "a": "RuntimeError: not permitted"}
@@ -206,9 +217,9 @@ def test_table_has_a_line_a_shape() -> None:
     )
     lines = bench_indexer.table(rows).splitlines()
     assert lines[2:] == [
-        "| logits | 64x32K-n2 | 100.0 | 2947 | 687 | 74% | a | 200.0 | 0.50 | 0.50 | cold |",
-        "| topk | 1x8K-k2048 | 100.0 | 0 |  | 0% | a | 200.0 | 0.50 | 0.50 | cold |",
-        "| topk | 4x128K-k2048 |  |  |  |  |  |  |  |  | cold |",
+        "| logits | 64x32K-n2 | 100.0 | 2947 | 687 | 74% | a | 200.0 | 0.50 | 0.50 | 0.50 | cold |",
+        "| topk | 1x8K-k2048 | 100.0 | 0 |  | 0% | a | 200.0 | 0.50 | 0.50 | 0.50 | cold |",
+        "| topk | 4x128K-k2048 |  |  |  |  |  |  |  |  |  | cold |",
     ]
 
 
@@ -349,9 +360,18 @@ def test_selector_that_loses_winners_is_found_on_clustered_rows() -> None:
     peers = Peers({"vLLM": SimpleNamespace(persistent_topk=coarse, cooperative_topk=topk_op)})
     shape = TopK(2, 4096, 512)
     arms = bench_scores.topk_arms(shape, bench_scores.make_row_sets(shape, 1, CPU), peers)
-    problems = {each.name: each.check() for each in arms}
-    assert "clustered rows: recall 0." in problems.pop("vLLM persistent")
-    assert set(problems.values()) == {""}
+    limits = {each.name: each.check_others() for each in arms}
+    assert "clustered rows: recall 0." in limits.pop("vLLM persistent")
+    assert set(limits.values()) == {""}
+    assert {each.check() for each in arms if each.name != "vLLM persistent"} == {""}
+
+
+def test_ours_is_checked_on_rows_of_every_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    topk_op = ops.indexer_topk
+    monkeypatch.setattr(ops, "indexer_topk", lambda x, *rest: topk_op(x.half().float(), *rest))
+    shape = TopK(2, 4096, 512)
+    arms = bench_scores.topk_arms(shape, bench_scores.make_row_sets(shape, 1, CPU), Peers())
+    assert "clustered rows: 2 of 2 rows differ" in arms[0].check()
 
 
 @pytest.mark.parametrize(

@@ -69,9 +69,10 @@ def shape(what: str, name: str, flops: int, **more: Any) -> dict[str, Any]:
 
 OURS = {"us": 50.0, "gb_s": 2000.0, "tflop_s": 40.0, "of_floor": 0.5}
 PEER = {"best_peer": "a peer", "best_peer_us": 60.0, "ratio": 0.83, "ratio_apart": 0.9}
+EXACT = {"inexact": {"a peer": "tied rows: recall 0.9"}, "ratio_exact": 0.7}
 SHAPES = [
     shape("logits", "64x8K-n2", 2 * 10**9, **OURS, **PEER),
-    shape("topk", "64x8K-k2048", 0, **OURS, **PEER),
+    shape("topk", "1x8K-k2048", 0, **OURS, **PEER, **EXACT),
     shape("select", "8x32K-n3", 10**9, **OURS),
     shape("mla", "8x64h", 10**9, **{key: PEER[key] for key in ("best_peer", "best_peer_us")}),
 ]
@@ -90,10 +91,10 @@ def test_plot_prints_the_table_of_the_indexer(
     assert main(["bench", "plot", str(indexer_results)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[2:] == [
-        "| logits | 64x8K-n2 | 50.0 | 2000 | 40 | 50% | a peer | 60.0 | 0.83 | 0.90 | cold |",
-        "| topk | 64x8K-k2048 | 50.0 | 2000 |  | 50% | a peer | 60.0 | 0.83 | 0.90 | cold |",
-        "| select | 8x32K-n3 | 50.0 | 2000 | 40 | 50% |  |  |  |  | cold |",
-        "| mla | 8x64h |  |  |  |  | a peer | 60.0 |  |  | cold |",
+        "| logits | 64x8K-n2 | 50.0 | 2000 | 40 | 50% | a peer | 60.0 | 0.83 | 0.90 |  | cold |",
+        "| topk | 1x8K-k2048 | 50.0 | 2000 |  | 50% | a peer* | 60.0 | 0.83 | 0.90 | 0.70 | cold |",
+        "| select | 8x32K-n3 | 50.0 | 2000 | 40 | 50% |  |  |  |  |  | cold |",
+        "| mla | 8x64h |  |  |  |  | a peer | 60.0 |  |  |  | cold |",
     ]
 
 

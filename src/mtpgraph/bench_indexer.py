@@ -4,7 +4,8 @@ Parts are the logits, the top-k, both together, and sparse latent attention. Eac
 before any is timed, ours exactly where the answer is exact; what is wrong is named and not timed.
 An arm is a CUDA graph of several calls; the arms of a shape are replayed in turn, medians of
 rounds. Inputs rotate so that they outgrow the L2, except the rows of the top-k alone: they stay
-where the logits kernel leaves them, in the L2 if they fit.
+where the logits kernel leaves them, in the L2 if they fit. A top-k that is right for random rows
+but not for others that a model may score is timed and marked; the fastest exact one has its column.
 
 A peer's plan for the step (DeepGEMM's schedule, FlashMLA's split) is counted in, and in a second
 arm ("apart") left out, as where many layers share it. A peer that flattens gets its rows repeated.
@@ -157,8 +158,10 @@ def _max_sets(shape: Shape) -> int:
 
 def measure(shape: Shape, arms: Sequence[Arm], plan: Plan, ceilings: Ceilings, timer: Timer) -> Row:
     """Check every arm, time those that are right, and say how ours compares."""
-    problems = {arm.name: _problem(arm, shape) for arm in arms}
+    problems = {arm.name: _problem(arm, arm.check, shape) for arm in arms}
     right = [arm for arm in arms if not problems[arm.name]]
+    limits = {arm.name: _problem(arm, arm.check_others, shape) for arm in right}
+    inexact = {name: limit for name, limit in limits.items() if limit}
     times: dict[str, Timing] = {}
     for name, result in timer(right, plan).items():
         if isinstance(result, str):
@@ -166,16 +169,17 @@ def measure(shape: Shape, arms: Sequence[Arm], plan: Plan, ceilings: Ceilings, t
         else:
             times[name] = result
     wrong = {name: problem for name, problem in problems.items() if problem}
-    return row_of(shape, arms, times, plan, ceilings) | ({"wrong": wrong} if wrong else {})
+    row = row_of(shape, arms, times, plan, ceilings, inexact)
+    return row | ({"wrong": wrong} if wrong else {})
 
 
 def _no_times(arms: Sequence[Arm], plan: Plan) -> dict[str, Timing | str]:
     return {}
 
 
-def _problem(arm: Arm, shape: Shape) -> str:
+def _problem(arm: Arm, check: Callable[[], str], shape: Shape) -> str:
     try:
-        return arm.check()
+        return check()
     except Exception as error:  # a peer's own; the others are measured all the same
         problem = first_line(error)
     if torch.cuda.is_available():
@@ -188,7 +192,12 @@ def _problem(arm: Arm, shape: Shape) -> str:
 
 
 def row_of(
-    shape: Shape, arms: Sequence[Arm], times: dict[str, Timing], plan: Plan, ceilings: Ceilings
+    shape: Shape,
+    arms: Sequence[Arm],
+    times: dict[str, Timing],
+    plan: Plan,
+    ceilings: Ceilings,
+    inexact: Mapping[str, str],
 ) -> Row:
     """The JSON line of a shape, without what holds for the whole run."""
     floor = shape.floor_us(ceilings)
@@ -220,17 +229,22 @@ def row_of(
         row["of_floor"] = floor / ours.us
         row["gb_s"] = shape.bytes / ours.us / 1e3
         row["tflop_s"] = shape.flops / ours.us / 1e6
-    for key, apart in (("", False), ("_apart", True)):
+    if inexact:
+        row["inexact"] = dict(inexact)
+    peers = [arm for arm in timed if not arm.ours]
+    compared = {
+        "": [arm for arm in peers if not arm.apart],
         # with plans left out, a peer that has none still competes
-        rivals = {
-            arm.name: times[arm.name].us for arm in timed if not arm.ours and arm.apart <= apart
-        }
+        "_apart": peers,
+        "_exact": [arm for arm in peers if not arm.apart and arm.name not in inexact],
+    }
+    for key, rivals in compared.items():
         if not rivals:
             continue
-        best = min(rivals, key=rivals.__getitem__)
-        row |= {f"best_peer{key}": best, f"best_peer{key}_us": rivals[best]}
+        best = min((arm.name for arm in rivals), key=lambda name: times[name].us)
+        row |= {f"best_peer{key}": best, f"best_peer{key}_us": times[best].us}
         if ours is not None:
-            row[f"ratio{key}"] = ours.us / rivals[best]
+            row[f"ratio{key}"] = ours.us / times[best].us
     return row
 
 
@@ -249,15 +263,18 @@ def keep(row: Row, out: Path | None) -> None:
     us = f"{row['us']:.1f} us" if "us" in row else "not timed"
     peer = f", {row['best_peer']} {row['best_peer_us']:.1f}" if "best_peer" in row else ""
     print(f"{row['what']} {row['shape']}: {us}{peer}", flush=True)
-    for name, problem in row.get("wrong", {}).items():
-        print(f"  {name} is wrong: {problem}", flush=True)
+    for kind in ("wrong", "inexact"):
+        for name, problem in row.get(kind, {}).items():
+            print(f"  {name} is {kind}: {problem}", flush=True)
     if out is not None:
         with out.open("a") as file:
             file.write(json.dumps(row) + "\n")
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Markdown: ours over the best peer, the peers' plans counted in and (apart) left out."""
+    """Markdown: ours over the best peer, the peers' plans counted in and (apart) left out, and over
+    the best of those that are right for every kind of rows (exact); a star marks one that is not.
+    """
     head = [
         "part",
         "shape",
@@ -269,6 +286,7 @@ def table(rows: Sequence[Row]) -> str:
         "us",
         "ratio",
         "apart",
+        "exact",
     ]
     lines = [[*head, "L2"], ["---"] * (len(head) + 1)]
     for row in rows:
@@ -280,10 +298,11 @@ def table(rows: Sequence[Row]) -> str:
                 _number(row, "gb_s", ".0f"),
                 _number(row, "tflop_s", ".0f") if row["flops"] else "",
                 _number(row, "of_floor", ".0%"),
-                row.get("best_peer", ""),
+                row.get("best_peer", "") + "*" * (row.get("best_peer") in row.get("inexact", {})),
                 _number(row, "best_peer_us", ".1f"),
                 _number(row, "ratio", ".2f"),
                 _number(row, "ratio_apart", ".2f"),
+                _number(row, "ratio_exact", ".2f"),
                 row["l2"],
             ]
         )
