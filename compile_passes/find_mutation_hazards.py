@@ -32,6 +32,7 @@ Left alone
 """
 
 import operator
+from typing import Any
 
 import torch
 from torch import Tensor, fx

@@ -124,7 +124,7 @@ def _replay_us(graph: torch.cuda.CUDAGraph) -> float:
 
 
 def measure_ceilings(device: torch.device) -> Ceilings:
-    """What a kernel that copies much, and large matrix products of random numbers, reach on the card.
+    """What a kernel that copies much and large products of random matrices reach on the card.
 
     A card without fp8 products multiplies keys as bf16.
     """
