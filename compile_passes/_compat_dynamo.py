@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch._decomp
 import torch._dynamo
 from torch import Tensor, fx
 from torch._dynamo.exc import BackendCompilerFailed, TorchRuntimeError, Unsupported
@@ -157,6 +158,11 @@ def trace_only(
         raise ValueError("the step calls no op on a tensor")
     # Dynamo remembers every backend, and with it what it refers to
     return found.pop()
+
+
+def decompositions(ops: Sequence[Any]) -> dict[Any, Callable[..., Any]]:
+    """torch's own ways to compute ops by simpler ones, for ``run_decompositions``."""
+    return torch._decomp.get_decompositions(ops)
 
 
 def outside_of_tracing() -> contextlib.AbstractContextManager[Any]:

@@ -9,6 +9,7 @@ caches and states are used where they lie, and a graph whose caches have moved i
 import contextlib
 import gc
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -75,6 +76,7 @@ class CudaDevice:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: weakref.WeakSet[CudaGraph] = weakref.WeakSet()
         self._stream = torch.cuda.Stream(device)
 
     def is_capturing(self) -> bool:
@@ -92,13 +94,19 @@ class CudaDevice:
         # recording gives back what the allocator has spare; that is not the graph's
         torch.cuda.empty_cache()
         free = torch.cuda.mem_get_info(self.device)[0]
+        if not self._graphs:
+            # the allocator takes no graph into a pool that its last graph has left, as long as
+            # somebody holds memory of it
+            self._pool = torch.cuda.graph_pool_handle()
         with (
             self._on_own_stream(),
             frozen_gc(),
             torch.cuda.graph(graph, pool=self._pool, stream=self._stream),
         ):
             outputs = run()
-        return CudaGraph(graph, outputs, free - torch.cuda.mem_get_info(self.device)[0])
+        recorded = CudaGraph(graph, outputs, free - torch.cuda.mem_get_info(self.device)[0])
+        self._graphs.add(recorded)
+        return recorded
 
     @contextlib.contextmanager
     def _on_own_stream(self) -> Iterator[None]:

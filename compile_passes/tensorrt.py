@@ -163,7 +163,9 @@ class _Workshop:
     ) -> Engine | None:
         """The engine of a region; ``None``, and a note, if there can be none."""
         try:
-            return self._get(gm, inputs, outputs)
+            # Dynamo compiles the step just now: its sizes and fake tensors are none of the engine's
+            with _compat.outside_of_tracing():
+                return self._get(gm, inputs, outputs)
         except Exception as error:
             self.counts["torch"] += 1
             cause = f"{type(error).__name__}: {error}".partition("\n")[0]

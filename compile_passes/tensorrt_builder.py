@@ -7,6 +7,7 @@ import contextlib
 import importlib
 import importlib.metadata
 import logging
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor, fx
 
 from . import _compat
+from ._nodes import tensor_of
+from .dense_regions import PRODUCTS, name_called
 from .engine_input import EngineInput
 
 
@@ -63,8 +66,14 @@ class TensorRTBuilder:
         self, gm: fx.GraphModule, inputs: Sequence[EngineInput], outputs: Sequence[torch.dtype]
     ) -> bytes:
         """Export the region and convert it, all of it or nothing."""
-        program = export_region(gm, inputs)
+        if self.flavour == "rtx" and not _allows_tf32() and _multiplies_float32(gm):
+            # seen in 1.4, whatever its flag for TF32 says
+            raise RuntimeError(
+                "TensorRT-RTX multiplies float32 as TF32, and torch is not to: "
+                "torch.set_float32_matmul_precision('high') permits it"
+            )
         convert = self._torch_tensorrt.dynamo.convert_exported_program_to_serialized_trt_engine
+        program = export_region(gm, inputs)
         with _errors_of("torch_tensorrt") as errors:
             try:
                 engine = convert(
@@ -116,9 +125,16 @@ def export_region(gm: fx.GraphModule, inputs: Sequence[EngineInput]) -> Any:
     examples = tuple(
         torch.zeros(wanted.usual, dtype=wanted.dtype, device=wanted.device) for wanted in inputs
     )
-    # Dynamo compiles the step just now, and its sizes are none of the export's
-    with torch.no_grad(), _compat.outside_of_tracing():
-        return torch.export.export(gm, examples, dynamic_shapes=shapes, strict=False)
+    with torch.no_grad():
+        program = torch.export.export(gm, examples, dynamic_shapes=shapes, strict=False)
+    # torch-tensorrt 2.11 has a rewrite of its own for this, and mixes up fake tensors in it
+    fused = torch.ops.aten._fused_rms_norm.default
+    if any(node.target == fused for node in program.graph.nodes):
+        with warnings.catch_warnings():
+            # of torch about itself
+            warnings.simplefilter("ignore", FutureWarning)
+            program = program.run_decompositions(_compat.decompositions([fused]))
+    return program
 
 
 class TensorRTEngine:
@@ -231,6 +247,11 @@ def _number(name: str) -> int:
     if not digits.isdigit():
         raise RuntimeError(f"the engine has a tensor {name!r} that its region has not")
     return int(digits)
+
+
+def _multiplies_float32(gm: fx.GraphModule) -> bool:
+    products = [tensor_of(node) for node in gm.graph.nodes if name_called(node) in PRODUCTS]
+    return any(product is not None and product.dtype == torch.float32 for product in products)
 
 
 def _allows_tf32() -> bool:

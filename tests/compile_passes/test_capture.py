@@ -1,8 +1,10 @@
 """Capture with a device that only pretends: what is recorded, when, and over which memory."""
 
+import contextlib
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from torch import Tensor
 import mtpgraph
 from mtpgraph import Batched, Static
 from mtpgraph.compile_passes import capture, graphed_callable, step
-from mtpgraph.compile_passes.capture import frozen_gc
+from mtpgraph.compile_passes.capture import CudaDevice, frozen_gc
 from mtpgraph.compile_passes.graphed_callable import GraphedCallable
 from mtpgraph.compile_passes.options import Options
 from mtpgraph.compile_passes.stats import Stats
@@ -248,6 +250,40 @@ def test_batch_above_the_largest_size_is_not_captured(device: PretendedDevice):
 
 def test_device_of_a_cpu_is_none():
     assert capture.device_of([torch.ones(1), 3]) is None
+
+
+def test_graphs_share_a_pool_as_long_as_one_of_them_is_left(monkeypatch: pytest.MonkeyPatch):
+    """The allocator takes no graph into a pool whose last graph is gone and whose memory is not."""
+    handles, used = iter(range(100)), []
+
+    @contextlib.contextmanager
+    def record(graph: Any, pool: int, stream: Any) -> Iterator[None]:
+        used.append(pool)
+        yield
+
+    def fail() -> None:
+        raise RuntimeError("cannot be recorded")
+
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(handles))
+    monkeypatch.setattr(torch.cuda, "graph", record)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1, 1))
+    for name in ("CUDAGraph", "Stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, MagicMock())
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+
+    device = CudaDevice(torch.device("cuda", 0))
+    with pytest.raises(RuntimeError, match="cannot be recorded"):
+        device.capture(fail, ())
+    graphs = [device.capture(list, ()) for _ in range(2)]
+    del graphs[0]
+    graphs.append(device.capture(list, ()))
+    failed, first, *others = used
+    assert failed != first
+    assert others == [first, first]
+    graphs.clear()
+    device.capture(list, ())
+    assert used[-1] != first
 
 
 def test_frozen_gc_restores_what_it_found():

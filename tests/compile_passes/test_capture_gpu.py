@@ -1,5 +1,6 @@
 """Real CUDA graphs: one per size, replayed for every batch that the size can hold."""
 
+import contextlib
 import gc
 import warnings
 import weakref
@@ -11,6 +12,7 @@ from torch import Tensor
 
 import mtpgraph
 from mtpgraph import Batched, Static, ops
+from mtpgraph.compile_passes.capture import CudaDevice
 from tests.helpers import assert_same_bits
 
 from .support import INPUTS, NEXT_N, Stream, copy_pools, hybrid_step, make_pools
@@ -274,6 +276,30 @@ def test_gpu_sizes_share_one_pool_of_memory():
 
     largest = reserved([2048])
     assert reserved([256, 512, 1024, 2048]) < 2 * largest
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["graphs are gone", "capture failed"])
+def test_gpu_memory_of_graphs_that_are_gone_may_be_held(fails: bool):
+    """A pool that its graphs have left takes no other while an output of theirs lives on."""
+    gc.collect()
+    held: list[Tensor] = []
+
+    def fn(x: Tensor) -> Tensor:
+        y = torch.relu(x @ x)
+        if torch.cuda.is_current_stream_capturing():
+            held.append(y)
+            if fails:
+                raise RuntimeError("cannot be recorded")
+        return y
+
+    device = CudaDevice(torch.device("cuda", torch.cuda.current_device()))
+    x = torch.randn(512, 512, device="cuda")
+    with pytest.raises(RuntimeError) if fails else contextlib.nullcontext():
+        device.capture(lambda: fn(x), ())
+    gc.collect()
+    assert held
+    graph = device.capture(lambda: torch.relu(x @ x), ())
+    torch.testing.assert_close(graph.replay(), torch.relu(x @ x))
 
 
 def test_gpu_ops_in_a_step_stay_on_the_device():

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import operator
 import sys
 import types
 from collections.abc import Callable
@@ -45,28 +46,31 @@ class Library:
         patch.setitem(sys.modules, "tensorrt", self.trt)
 
 
-def region() -> fx.GraphModule:
+def region(dtype: torch.dtype = torch.float32) -> fx.GraphModule:
     graph = fx.Graph()
     x = graph.placeholder("input_0")
     weight = graph.get_attr("weight_0")
-    graph.output((graph.call_function(torch.nn.functional.linear, (x, weight)),))
+    linear = graph.call_function(torch.nn.functional.linear, (x, weight))
+    linear.meta["example_value"] = torch.empty(6, 4, dtype=dtype)
+    graph.output((linear,))
     root = torch.nn.Module()
-    root.weight_0 = torch.nn.Parameter(torch.ones(4, DIM), requires_grad=False)
+    root.weight_0 = torch.nn.Parameter(torch.ones(4, DIM, dtype=dtype), requires_grad=False)
     return fx.GraphModule(root, graph)
 
 
 def test_builder_asks_for_the_ranges_dtypes_and_precision(monkeypatch: pytest.MonkeyPatch):
     library = Library(lambda: b"engine")
     library.install(monkeypatch)
-    wanted = EngineInput(torch.float32, (2, DIM), (6, DIM), (24, DIM), CPU)
-    assert TensorRTBuilder().build(region(), [wanted], [torch.float32]) == b"engine"
+    half = torch.bfloat16
+    wanted = EngineInput(half, (2, DIM), (6, DIM), (24, DIM), CPU)
+    assert TensorRTBuilder().build(region(half), [wanted], [half]) == b"engine"
     ((program, settings),) = library.asked
     assert settings["arg_inputs"] == [
         {
             "min_shape": (2, DIM),
             "opt_shape": (6, DIM),
             "max_shape": (24, DIM),
-            "dtype": torch.float32,
+            "dtype": half,
         }
     ]
     assert settings["disable_tf32"] is (torch.get_float32_matmul_precision() == "highest")
@@ -76,10 +80,10 @@ def test_builder_asks_for_the_ranges_dtypes_and_precision(monkeypatch: pytest.Mo
     # names tell inputs apart in the engine
     assert list(program.graph_signature.user_inputs) == ["input_0"]
 
-    static = EngineInput(torch.float32, (4, DIM), (4, DIM), (4, DIM), CPU)
-    TensorRTBuilder().build(region(), [static], [torch.float32])
+    static = EngineInput(half, (4, DIM), (4, DIM), (4, DIM), CPU)
+    TensorRTBuilder().build(region(half), [static], [half])
     program, settings = library.asked[1]
-    assert settings["arg_inputs"] == [{"shape": (4, DIM), "dtype": torch.float32}]
+    assert settings["arg_inputs"] == [{"shape": (4, DIM), "dtype": half}]
     assert not program.range_constraints
 
 
@@ -95,13 +99,14 @@ def test_builder_says_what_the_converter_only_logs(
         raise UnboundLocalError("interpreter_result")
 
     Library(convert).install(monkeypatch)
-    wanted = EngineInput(torch.float32, (2, DIM), (6, DIM), (24, DIM), CPU)
+    half = torch.bfloat16
+    wanted = EngineInput(half, (2, DIM), (6, DIM), (24, DIM), CPU)
     with pytest.raises(RuntimeError, match=r"^no converter for aten\.foo$"):
-        TensorRTBuilder().build(region(), [wanted], [torch.float32])
+        TensorRTBuilder().build(region(half), [wanted], [half])
     assert "no converter" not in caplog.text
     Library(lambda: b"").install(monkeypatch)
     with pytest.raises(RuntimeError, match="gave no engine"):
-        TensorRTBuilder().build(region(), [wanted], [torch.float32])
+        TensorRTBuilder().build(region(half), [wanted], [half])
 
 
 def test_builder_tells_the_flavours_apart(monkeypatch: pytest.MonkeyPatch):
@@ -144,6 +149,51 @@ def test_export_refuses_a_region_that_fixes_the_batch():
     gm.recompile()
     with pytest.raises(Exception, match=r"specializ|[cC]onstraint"):
         export_region(gm, [wanted])
+
+
+def test_export_takes_a_fused_norm_apart():
+    """A card has one call for the whole norm, of which torch-tensorrt makes fake tensors of two
+    modes if its weight is a constant."""
+    gm = region(torch.bfloat16)
+    fused = torch.ops.aten._fused_rms_norm.default
+    gm.norm_weight = torch.nn.Parameter(torch.randn(4).bfloat16(), requires_grad=False)
+    output = gm.graph.output_node()
+    with gm.graph.inserting_before(output):
+        linear = output.args[0][0]
+        weight = gm.graph.get_attr("norm_weight")
+        norm = gm.graph.call_function(fused, (linear, [4], weight, 1e-6))
+        output.args = ((gm.graph.call_function(operator.getitem, (norm, 0)),),)
+    gm.recompile()
+    program = export_region(gm, [EngineInput(torch.bfloat16, (2, DIM), (6, DIM), (24, DIM), CPU)])
+    assert fused not in {node.target for node in program.graph.nodes}
+    (size,) = program.range_constraints.values()
+    assert (size.lower, size.upper) == (2, 24)
+    x = torch.randn(5, DIM).bfloat16()
+    linear = torch.nn.functional.linear(x, gm.weight_0)
+    expected = torch.nn.functional.rms_norm(linear, [4], gm.norm_weight, 1e-6)
+    torch.testing.assert_close(program.module()(x)[0], expected)
+
+
+def test_rtx_multiplies_float32_where_tf32_is_permitted(monkeypatch: pytest.MonkeyPatch):
+    library = Library(lambda: b"engine")
+    library.install(monkeypatch)
+    wanted = [EngineInput(torch.float32, (2, DIM), (6, DIM), (24, DIM), CPU)]
+    gm = region()
+    with pytest.raises(RuntimeError, match=r"float32 as TF32.*set_float32_matmul_precision"):
+        TensorRTBuilder().build(gm, wanted, [torch.float32])
+    assert not library.asked
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+    assert TensorRTBuilder().build(gm, wanted, [torch.float32]) == b"engine"
+    assert library.asked[0][1]["disable_tf32"] is False
+
+
+def test_standard_tensorrt_does_without_tf32(monkeypatch: pytest.MonkeyPatch):
+    library = Library(lambda: b"engine")
+    library.install(monkeypatch)
+    library.trt.__name__ = "tensorrt"
+    wanted = [EngineInput(torch.float32, (2, DIM), (6, DIM), (24, DIM), CPU)]
+    assert TensorRTBuilder().build(region(), wanted, [torch.float32]) == b"engine"
+    assert library.asked[0][1]["disable_tf32"] is True
 
 
 class StubContext:

@@ -1,6 +1,7 @@
 """Real engines on a card. What needs none of TensorRT runs on a CPU as well, with fake ones."""
 
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -29,6 +30,8 @@ pytestmark = pytest.mark.filterwarnings("default")
 
 # how far a chain of fused calls may be from the same calls one by one, each rounded
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+# inputs of products are rounded to TF32, which has the mantissa of float16
+TF32_TOLERANCE = 1e-2
 
 SLOT_SPECS = {"x": Batched(per="token"), "slots": Batched(per="token", pad=-1), "pool": Static}
 
@@ -36,15 +39,22 @@ SLOT_SPECS = {"x": Batched(per="token"), "slots": Batched(per="token", pad=-1), 
 def assert_near(actual: Tensor, expected: Tensor) -> None:
     """Equal up to the rounding of a fused chain; NaN equals NaN."""
     limit = TOLERANCES.get(expected.dtype, 0)
+    if expected.dtype == torch.float32 and expected.device.type == "cuda":
+        limit = TF32_TOLERANCE
     torch.testing.assert_close(actual, expected, rtol=limit, atol=limit, equal_nan=True)
 
 
 @pytest.fixture
-def library() -> Any:
-    """The real torch-tensorrt; without it a test on a card is skipped, not passed."""
+def library() -> Iterator[Any]:
+    """The real torch-tensorrt; without it a test on a card is skipped, not passed. Products in TF32
+    are permitted, as TensorRT-RTX has no others of float32."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return pytest.importorskip("torch_tensorrt")
+        found = pytest.importorskip("torch_tensorrt")
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    yield found
+    torch.set_float32_matmul_precision(precision)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -227,7 +237,9 @@ def test_a_region_without_an_engine_is_part_of_the_graph(
         x = torch.randn(num_tokens, DIM, device=place)
         slots = torch.randperm(16, device=place)[:num_tokens]
         expected = fn(x, slots, expected_pool)
-        torch.testing.assert_close(compiled(x, slots, pool), expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            compiled(x, slots, pool), expected, rtol=1e-4, atol=TF32_TOLERANCE
+        )
         assert_near(pool, expected_pool)
     stats = compiled.stats()
     assert stats.engines == {"built": 1, "torch": 1}
@@ -235,6 +247,20 @@ def test_a_region_without_an_engine_is_part_of_the_graph(
     assert sum("no kernel for relu" in reason for reason in reasons) == 1
     assert sum("got float64" in reason for reason in reasons) == 1
     assert (stats.captures, stats.replays, stats.fallbacks) == (1, 3, [])
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_gpu_rtx_leaves_float32_to_torch_unless_tf32_is_permitted(library: Any):
+    if TensorRTBuilder().flavour != "rtx":
+        pytest.skip("the standard flavour can do without TF32")
+    torch.set_float32_matmul_precision("highest")
+    steps = Steps().cuda()
+    x, pool = torch.randn(5, DIM).cuda(), make_pool().cuda()
+    compiled = Compiled(steps.mlp)
+    torch.testing.assert_close(compiled(x, pool), steps.mlp(x, pool))
+    assert compiled.stats.engines == {"torch": 1}
+    assert "multiplies float32 as TF32" in compiled.stats.findings[0].reason
 
 
 @pytest.mark.gpu
@@ -250,7 +276,7 @@ def test_gpu_example_decodes_the_same_tokens():
     compiled = compile_step(model, engine="tensorrt", strict=True)
     run = Decoder(model, max_reqs=8).decode_speculative(requests, compiled)
     assert run.steps >= 200
-    assert [found for found in differences(oracle, run) if not found.is_tie(1e-3)] == []
+    assert [found for found in differences(oracle, run) if not found.is_tie(TF32_TOLERANCE)] == []
     stats = compiled.stats()
     assert stats.engines == {"built": 12}, stats.findings
     assert stats.hybrid["sparse_mla_decode"] == 5
