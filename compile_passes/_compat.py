@@ -11,6 +11,7 @@ from ._compat_dynamo import (
     mark_dynamic,
     outside_of_tracing,
     reset_dynamo,
+    stored_in_trace,
     symbolic_batch,
     trace_only,
     uncompiled,
@@ -38,6 +39,7 @@ from ._compat_runtime import (
     copy_all,
     cpp_compiler,
     filled_memory,
+    has_storage,
     inductor,
     inductor_cache_dir,
     is_autocast,
@@ -63,6 +65,7 @@ from ._compat_sizes import (
     source_name,
     unbacked_symbols,
 )
+from ._compat_stored import stored_by_python
 from ._compat_watch import (
     CompileObserver,
     Place,
@@ -91,6 +94,7 @@ __all__ = [
     "guard_equal",
     "has_example_value",
     "has_fake",
+    "has_storage",
     "inductor",
     "inductor_cache_dir",
     "is_autocast",
@@ -119,6 +123,8 @@ __all__ = [
     "sizes_guarded",
     "source_name",
     "storage_key",
+    "stored_by_python",
+    "stored_in_trace",
     "symbolic_batch",
     "trace_only",
     "tree_flatten",

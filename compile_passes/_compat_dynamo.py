@@ -14,6 +14,8 @@ from torch._guards import tracing
 from torch.fx.experimental import _config
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
+from ._compat_stored import stored_by_python
+
 # torch installs ``patch`` on its config modules when they are imported
 _symbolic_config: Any = _config
 
@@ -114,6 +116,14 @@ def reset_dynamo() -> None:
     torch._dynamo.reset()
 
 
+_STORED = "mtpgraph_stored"
+
+
+def stored_in_trace(gm: fx.GraphModule) -> list[tuple[str | torch.SymInt, list[tuple[str, int]]]]:
+    """``stored_by_python`` of a graph that ``trace_only`` returned."""
+    return gm.meta.get(_STORED, [])
+
+
 class _Traced(Exception):
     """Ends a compilation whose graph is all that was wanted."""
 
@@ -137,6 +147,7 @@ def trace_only(
     found: list[tuple[fx.GraphModule, Sequence[Any]]] = []
 
     def keep(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        gm.meta[_STORED] = stored_by_python()
         found.append((gm, example_inputs))
         raise _Traced
 

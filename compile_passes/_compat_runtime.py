@@ -18,6 +18,15 @@ def storage_key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def has_storage(tensor: Tensor) -> bool:
+    """Where a tensor lies is known: not of a sparse one, nor of a row as ``vmap`` shows it."""
+    try:
+        tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return False
+    return True
+
+
 def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copy each source to its target, with few launches on a GPU."""
     if targets:

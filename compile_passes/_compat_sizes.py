@@ -30,10 +30,11 @@ def size_hint(size: int | torch.SymInt) -> int | None:
 def source_name(placeholder: fx.Node) -> str:
     """Where Dynamo found an input of its graph, as ``L['x']``; only while the backend is called."""
     source = getattr(placeholder.meta.get("grapharg"), "source", None)
-    return "" if source is None else _name_of_source(source)
+    return "" if source is None else name_of_source(source)
 
 
-def _name_of_source(source: Any) -> str:
+def name_of_source(source: Any) -> str:
+    """Where Dynamo found something, as ``L['x']``."""
     # a method in older torch, a property in newer
     return source.name if isinstance(source.name, str) else source.name()
 
@@ -67,7 +68,7 @@ def sizes_guarded() -> list[tuple[str, int, str]]:
             for symbol in guard.expr.free_symbols:
                 reasons.setdefault(symbol, guard.sloc.maybe_user_loc or "")
     return [
-        (_name_of_source(sources[0]), int(value), reasons.get(symbol, ""))
+        (name_of_source(sources[0]), int(value), reasons.get(symbol, ""))
         for symbol, sources in shapes.var_to_sources.items()
         if sources and (value := shapes.replacements.get(symbol)) is not None and value.is_Integer
     ]
@@ -180,7 +181,7 @@ def size_sources(gm: fx.GraphModule) -> dict[fx.Node, tuple[str, int]]:
     places: dict[fx.Node, tuple[str, int]] = {}
     for node in placeholders:
         for source in sources.get(node.name, ()):
-            match = re.fullmatch(r"(.*)\.size\(\)\[(\d+)\]", _name_of_source(source))
+            match = re.fullmatch(r"(.*)\.size\(\)\[(\d+)\]", name_of_source(source))
             if match is not None:
                 places.setdefault(node, (match[1], int(match[2])))
     return places

@@ -11,7 +11,7 @@ import sympy
 import torch
 from torch import Tensor
 
-from ._compat import known_at_least_0, size_expression, storage_key
+from ._compat import has_storage, known_at_least_0, size_expression, storage_key
 
 # a size, stride or offset: an int, or a sympy expression of symbols that are at least 0
 Expression = Any
@@ -19,7 +19,7 @@ Expression = Any
 
 def shares_storage(a: Tensor, b: Tensor) -> bool:
     """The two lie in one storage, wherever in it."""
-    return storage_key(a) == storage_key(b)
+    return has_storage(a) and has_storage(b) and storage_key(a) == storage_key(b)
 
 
 def same_elements(a: Tensor, b: Tensor) -> bool:

@@ -14,7 +14,14 @@ import torch
 from torch import Tensor, fx
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
-from ._compat import example_value, has_example_value, size_expression, storage_key, user_frame
+from ._compat import (
+    example_value,
+    has_example_value,
+    has_storage,
+    size_expression,
+    storage_key,
+    user_frame,
+)
 from ._memory import same_elements, sizes
 from .report import name_of
 
@@ -57,7 +64,7 @@ def set_argument(node: fx.Node, name: str, value: Any) -> None:
 
 
 UNKNOWN = 0
-"""Stands for any storage: the tracer recorded nothing about a value."""
+"""Stands for any storage: nothing is known of where a value lies."""
 
 
 def storages(value: Any) -> set[int]:
@@ -91,7 +98,7 @@ def nodes_in(value: Any) -> list[fx.Node]:
 
 def _collect(value: Any, found: set[int]) -> None:
     if isinstance(value, Tensor):
-        found.add(storage_key(value))
+        found.add(storage_key(value) if has_storage(value) else UNKNOWN)
     elif isinstance(value, list | tuple):
         for item in value:
             _collect(item, found)

@@ -61,6 +61,7 @@ def build_graphed(
     gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, *, whole: bool = False
 ) -> "Artifact":
     """``build``, and on a GPU a CUDA graph for every combination of shapes."""
+    stored = _outputs_stored(gm.graph)
     artifact = build(gm, example_inputs, options, whole=whole)
     device = device_of(example_inputs)
     if device is None or options.cudagraph == "off":
@@ -71,9 +72,21 @@ def build_graphed(
         warnings.warn(message, RuntimeWarning, stacklevel=2)
         return artifact
     artifact.run = GraphedCallable(
-        artifact.run, device, artifact.maybe_in_place, artifact.stats, options
+        artifact.run, device, artifact.maybe_in_place, artifact.stats, options, stored
     )
     return artifact
+
+
+def _outputs_stored(graph: fx.Graph) -> tuple[int, ...]:
+    """Which outputs of a graph that Dynamo compiles just now are stored in what outlives a call."""
+    names = {value for value, _ in _compat.stored_by_python() if isinstance(value, str)}
+    returned = graph.output_node().args[0]
+    leaves = returned if isinstance(returned, list | tuple) else (returned,)
+    return tuple(
+        place
+        for place, leaf in enumerate(leaves)
+        if isinstance(leaf, fx.Node) and leaf.name in names
+    )
 
 
 def build(

@@ -16,6 +16,7 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, fx
+from torch._ops import HigherOrderOperator
 
 from ..ops.declare import Facts, facts_of
 from . import _compat
@@ -23,7 +24,7 @@ from .choose_pads import choose_pads
 from .pad_flow import PadFlow, Problem
 from .report import name_of, note
 from .roles import Contradiction, Roles, find_roles, roots_of
-from .row_effects import Mixed, index_write
+from .row_effects import Mixed, index_write, puts_in_own_rows
 from .row_rules import numbers_that_grow, rule_of
 from .row_writes import Memory
 from .rows import Call, Trace, input_name, is_symbolic, record
@@ -60,7 +61,7 @@ def find_mixed(trace: Trace, roles: Roles, flow: PadFlow) -> Iterator[Problem]:
     memory = Memory(trace, roles)
     for call in trace.calls:
         facts = facts_of(call.op) if call.op is not None else None
-        yield from _fixed_sizes(call, roles)
+        yield from _fixed_sizes(call, roles, trace)
         writes = list(memory.check_writes(call, facts))
         # which memory a scatter writes to says more than that it is one
         scatter = rule_of(call) is index_write and bool(writes)
@@ -71,7 +72,7 @@ def find_mixed(trace: Trace, roles: Roles, flow: PadFlow) -> Iterator[Problem]:
                 else _check_declared(call, facts, roles)
             )
             for problem in found:
-                if problem.kind == "batch size as value":
+                if problem.kind == "batch size as value" or _is_control_flow(call):
                     told.add(problem.node)
                 yield problem
         yield from writes
@@ -85,15 +86,39 @@ def find_mixed(trace: Trace, roles: Roles, flow: PadFlow) -> Iterator[Problem]:
 _NEUTRAL = {"sum": 0, "any": 0, "count_nonzero": 0, "all": 1, "prod": 1}
 
 
-def _is_neutral(call: Call, flow: PadFlow) -> bool:
-    """Padding holds what does not change the result of a reduction."""
-    value = _NEUTRAL.get(call.name)
-    if value is None or call.values["self"].dtype.is_floating_point:
+def _is_harmless(call: Call, roles: Roles, flow: PadFlow) -> bool:
+    """What padding holds does not change the results of a call, whatever its op does to rows."""
+    if call.name.removesuffix("_") == "index_put":
+        rows = call.values["indices"][0]
+        return rows is not None and flow.fact(rows).counts and puts_in_own_rows(call, roles)
+    source = call.values.get("self")
+    if not isinstance(source, Tensor) or source.dtype.is_floating_point:
         return False
-    return flow.fact(call.values["self"]).pad.within(value, value)
+    fact = flow.fact(source)
+    if call.name in ("max", "amax") and len(call.results) == 1 and "other" not in call.values:
+        return fact.pad.high <= fact.real.low
+    value = _NEUTRAL.get(call.name)
+    return value is not None and fact.pad.within(value, value)
+
+
+def _is_control_flow(call: Call) -> bool:
+    """``torch.cond`` and its like, which get the sizes that their bodies use as arguments."""
+    target = call.node.target
+    return isinstance(target, HigherOrderOperator) and "triton_kernel" not in str(target)
 
 
 def _check_rule(call: Call, roles: Roles, flow: PadFlow) -> Iterator[Problem]:
+    if _is_control_flow(call):
+        name = name_of(call.node).rpartition(".")[2]
+        yield Problem(
+            call.node,
+            "rows mixed",
+            f"nothing is known of how torch's {name} treats rows: it runs a graph of its own",
+            "compute both and choose by torch.where(condition, a, b)"
+            if name == "cond"
+            else "write the loop in Python, where it has a fixed number of turns",
+        )
+        return
     numbers = numbers_that_grow(call, roles)
     if numbers:
         yield Problem(
@@ -115,7 +140,7 @@ def _check_rule(call: Call, roles: Roles, flow: PadFlow) -> Iterator[Problem]:
                 if custom
                 else "write it with ops that are known, or as an op of yours that is declared",
             )
-        if not _is_neutral(call, flow):
+        if not _is_harmless(call, roles, flow):
             rule(call, roles)
     except Mixed as mixed:
         yield Problem(call.node, "rows mixed", mixed.reason, mixed.remedy)
@@ -202,7 +227,7 @@ def _unnamed_rows(call: Call, facts: Facts, roles: Roles) -> Iterator[Problem]:
         )
 
 
-def _fixed_sizes(call: Call, roles: Roles) -> Iterator[Problem]:
+def _fixed_sizes(call: Call, roles: Roles, trace: Trace) -> Iterator[Problem]:
     """A size that an op declares to grow is a constant here."""
     for root in roots_of(call):
         if not roles.grows(root.count):
@@ -211,5 +236,12 @@ def _fixed_sizes(call: Call, roles: Roles) -> Iterator[Problem]:
                 "padding unknown",
                 f"{root.argument} of {call.name} is for {root.count} {root.unit}s whatever the "
                 "batch: the step fixes this size, or the tensor comes in a container",
-                "pass each tensor that grows as an argument of its own",
+                let_sizes_grow(trace),
             )
+
+
+def let_sizes_grow(trace: Trace) -> str:
+    """What to write where a size of the batch is a constant of the graph."""
+    if any("take_along_dim" in name_of(node) for node in trace.gm.graph.nodes):
+        return "write take_along_dim as gather: torch makes constants of the sizes that it gets"
+    return "pass each tensor that grows as an argument of its own"

@@ -11,6 +11,8 @@ from .roles import Roles
 from .rows import Trace
 
 _WALKS = 60
+# arguments of the batch contract
+_LENGTHS = frozenset({"seq_lens", "row_lens"})
 
 
 def choose_pads(
@@ -26,12 +28,15 @@ def choose_pads(
     offsets = frozenset(
         name for name, wanted in needs.items() if any(n.pad.fill == "last" for n in wanted)
     )
+    lengths = frozenset(
+        name for name, wanted in needs.items() if any(n.argument in _LENGTHS for n in wanted)
+    )
     choices = {name: _choices(t.dtype, needs.get(name, [])) for name, t in grown.items()}
     for name in grown:
         spec = given.get(name)
         choices[name] = [spec.pad] if isinstance(spec, Batched) else choices[name]
         fills[name] = choices[name][0]
-    best = PadFlow(trace, roles, names, fills, offsets)
+    best = PadFlow(trace, roles, names, fills, offsets, lengths)
     walks, improved = 0, True
     while improved and best.problems:
         improved = False
@@ -41,7 +46,7 @@ def choose_pads(
                 walks += 1
                 if walks > _WALKS:
                     return fills, best
-                flow = PadFlow(trace, roles, names, {**fills, name: fill}, offsets)
+                flow = PadFlow(trace, roles, names, {**fills, name: fill}, offsets, lengths)
                 if len(flow.problems) < len(best.problems):
                     best, improved = flow, True
                     fills[name] = fill

@@ -1,7 +1,7 @@
 """CUDA graphs behind the backend alone, where nobody says which inputs are caches."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,8 @@ class GraphedCallable:
     """Compiled code of one Dynamo graph, one CUDA graph for each combination of shapes.
 
     The first call of a combination runs the code as it is, which is also the warm-up; the second
-    records. Outputs hold until the next call, or are copies under ``clone_outputs``.
+    records. Outputs hold until the next call, or are copies under ``clone_outputs``. What the
+    traced function stores in Python objects is a copy always: it may be kept for long.
     """
 
     def __init__(
@@ -31,11 +32,14 @@ class GraphedCallable:
         in_place: Sequence[bool],
         stats: Stats,
         options: Options,
+        stored: Collection[int] = (),
     ) -> None:
+        """``stored`` are the outputs that are left in Python objects."""
         self._run = run
         self._in_place = in_place
         self._stats = stats
         self._options = options
+        self._stored = stored
         self._table = GraphTable(device, stats, options)
         self._buffers: dict[Any, list[Any]] = {}
         self._seen: set[Any] = set()
@@ -51,7 +55,14 @@ class GraphedCallable:
                 buffer.copy_(arg, non_blocking=True)
         outputs = graph.replay()
         self._stats.replays += 1
-        return clone(outputs) if self._options.clone_outputs else outputs
+        if self._options.clone_outputs:
+            return clone(outputs)
+        if self._stored:
+            return [
+                clone(output) if place in self._stored else output
+                for place, output in enumerate(outputs)
+            ]
+        return outputs
 
     def _graph(self, key: Any, args: Sequence[Any]) -> Graph | None:
         if self._table.device.is_capturing():

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from . import _compat
-from .check_row_independence import find_mixed
+from .check_row_independence import find_mixed, let_sizes_grow
 from .choose_pads import choose_pads
 from .inputs import Batched, Static
 from .pad_flow import Fill, PadFlow, Problem
@@ -33,6 +33,7 @@ from .size_limits import (
     sizes_that_must_agree,
 )
 from .stand_ins import Undecided, trace_step
+from .stored_values import find_stored
 from .survey import Survey
 
 _NAME = "infer_batch"
@@ -72,7 +73,8 @@ class Inferred:
         tokens_per_request: tokens of each request, where the step fixes their number
         multiple: what divides the tokens of each batch, where the step views them in groups
         limits: what must hold of the size of a batch: tables of the step end somewhere
-        paddable: the sizes of the step are such that batches of it can be padded at all
+        paddable: batches of the step can be padded at all: its sizes are such, and it leaves
+            nothing of a batch but what it returns
         by_index: inputs that grow as far as this batch tells: something indexes as many rows
     """
 
@@ -137,7 +139,9 @@ def infer_inputs(
     }
     roles, trace = analysis.roles, traced.trace
     if roles is None:
-        return Inferred(inputs, analysis.rows, tuple(findings), row_safe=False)
+        return Inferred(
+            inputs, analysis.rows, tuple(findings), row_safe=False, paddable=analysis.paddable
+        )
     ratio = _tokens_per_request(roles, trace)
     by_index = {
         name
@@ -194,8 +198,10 @@ def _analyze(
         roles = find_roles(trace, declared, fixed)
     except Contradiction as error:
         problem = Problem(anywhere, "padding unknown", str(error), "declare inputs")
-        return _Analysis(None, (), [problem])
-    problems = _used_for_size_alone(trace, names, given)
+        stored = list(find_stored(trace, None, given))
+        return _Analysis(None, (), [problem, *stored], paddable=not stored)
+    stored = list(find_stored(trace, roles, given))
+    problems = [*_used_for_size_alone(trace, names, given), *stored]
     known_by_size, found = _known_by_size(trace, roles, given, unseen)
     problems += found
     batched = any(isinstance(spec, Batched) for spec in given.values())
@@ -236,7 +242,7 @@ def _analyze(
     rows += tuple(
         _row(name, dim, roles, 0, flow, trace, size) for name, (dim, size) in known_by_size.items()
     )
-    return _Analysis(roles, rows, problems, paddable=not disagreements)
+    return _Analysis(roles, rows, problems, paddable=not (disagreements or stored))
 
 
 def _known_by_size(
@@ -309,8 +315,7 @@ def _nothing_grows(trace: Trace, node: fx.Node) -> Problem:
             f"{root.argument} of {root.call.name} is for {root.count} {root.unit}s whatever the "
             "batch: the step fixes this size, or the tensors come in a container"
         )
-        remedy = "pass each tensor that grows as an argument of its own"
-        return Problem(root.call.node, "padding unknown", reason, remedy)
+        return Problem(root.call.node, "padding unknown", reason, let_sizes_grow(trace))
     reason = "no op in the step says which arguments have an entry per request or token"
     return Problem(node, "padding unknown", reason, "declare inputs, or the ops: mtpgraph.declare")
 

@@ -94,8 +94,26 @@ class Variant:
             size = self.symbolic_size(size, next_n)
             requests, tokens = max(size, 2), max(size * next_n, 2)
         else:
-            requests, tokens = size, size * next_n
-        return self.limits.allow_padded(requests, tokens, self.tables)
+            return self.limits.allow_padded(size, size * next_n, self.tables)
+        return self.limits.allow_padded(requests, tokens, self.tables) and self._has_room(
+            requests, tokens
+        )
+
+    def _has_room(self, requests: int, tokens: int) -> bool:
+        """Batches of other sizes are possible, too: of a single one the tracer makes a constant.
+
+        A table of two rows leaves no more than two requests, and symbolic code has two at least.
+        """
+
+        def is_possible(more_requests: int, more_groups: int) -> bool:
+            size = requests + more_requests, tokens + more_groups * self.multiple
+            is_large = size[0] >= 2 and size[1] >= 2 * self.multiple
+            return is_large and self.limits.allow(*size, self.tables)
+
+        some, any_ = (1, -1), (0, 1, -1, 1024)
+        return any(is_possible(more, groups) for more in some for groups in any_) and any(
+            is_possible(more, groups) for groups in some for more in any_
+        )
 
 
 class InputPlan:

@@ -210,8 +210,9 @@ def _symbols(expressions: Iterable[Any]) -> set[Any]:
 def _check_leaf(place: int, leaf: Any) -> None:
     if isinstance(leaf, bool | int | float | complex):
         raise ValueError(
-            f"outputs must be tensors, got the number {leaf} as output {place}: a size of the "
-            "batch would count padding; take it from the inputs"
+            f"outputs must be tensors, got the number {leaf} as output {place}: whether it follows "
+            "from a size of the batch, which counts padding, does not show; compute it outside of "
+            "the step"
         )
     if not isinstance(leaf, Tensor | str | None):
         raise TypeError(

@@ -23,7 +23,6 @@ class Fact:
         last: the last real entry along the one dimension that grows, if it is known
         inputs: names of the inputs that have a say in it
         copy_of: the input whose values it holds, unchanged
-        offsets: it holds offsets of tokens, one request after the other
         counts: it holds 0, 1, 2, ..., real entries and padding alike
     """
 
@@ -32,7 +31,6 @@ class Fact:
     last: Span | None = None
     inputs: frozenset[str] = frozenset()
     copy_of: str | None = None
-    offsets: bool = False
     counts: bool = False
 
     def join(self, other: "Fact") -> "Fact":

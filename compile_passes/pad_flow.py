@@ -71,6 +71,7 @@ class PadFlow:
         names: Mapping[fx.Node, str],
         fills: Mapping[str, Fill],
         offsets: frozenset[str] = frozenset(),
+        lengths: frozenset[str] = frozenset(),
     ) -> None:
         """Walk the graph.
 
@@ -79,6 +80,7 @@ class PadFlow:
             names: of its inputs
             fills: what padding of each input holds
             offsets: inputs that feed offsets of tokens to an op
+            lengths: inputs that feed lengths to one, which are not negative
         """
         self.problems: list[Problem] = []
         self.needs: dict[str, list[Need]] = {}
@@ -87,6 +89,7 @@ class PadFlow:
         self._facts: dict[int, Fact] = {}
         self._stored: dict[int, list[Tensor]] = {}
         self._offsets = offsets
+        self._lengths = lengths
         for node, tensor in trace.inputs.items():
             self._put(tensor, self._input(tensor, names[node], fills.get(names[node])))
         for call in trace.calls:
@@ -101,8 +104,9 @@ class PadFlow:
             return Fact(anything.real, anything.real, None, inputs, name)
         if fill == "last":
             end = Span(0, 0, name)
-            return Fact(Span(0), end, end, inputs, name, offsets=True)
-        return Fact(anything.real, Span(float(fill), float(fill)), None, inputs, name)
+            return Fact(Span(0), end, end, inputs, name)
+        real = Span(0) if name in self._lengths else anything.real
+        return Fact(real, Span(float(fill), float(fill)), None, inputs, name)
 
     def _put(self, tensor: Tensor, fact: Fact) -> None:
         if id(tensor) not in self._facts:
@@ -194,10 +198,13 @@ class PadFlow:
                             call.node,
                             "rows mixed",
                             "an index that may be negative counts from the end, where padding is",
-                            "use torch.index_select, or clamp(min=0)",
+                            "use torch.index_select, or clamp(min=0): "
+                            "hidden[(query_start_loc[1:] - 1).clamp(min=0)], for a request may "
+                            "have no token",
                         )
                     )
-            if self.roles.dims(index) and not self._inside(fact.pad, size, wraps):
+            inside = self._counts_up_to(index, size) or self._inside(fact.pad, size, wraps)
+            if self.roles.dims(index) and not inside:
                 self.problems.append(
                     Problem(
                         call.node,
@@ -208,6 +215,14 @@ class PadFlow:
                         fact.inputs,
                     )
                 )
+
+    def _counts_up_to(self, index: Tensor, size: Any) -> bool:
+        """An index holds 0, 1, 2, ... and of these no more than there are entries."""
+        dims = self.roles.dims(index)
+        if not self.fact(index).counts or len(dims) != 1:
+            return False
+        left: Any = sympy.expand(self.roles.size(size) - self.roles.size(index.shape[dims[0]]))
+        return bool(left.is_Integer and left >= 0)
 
     def _inside(self, span: Span, size: Any, wraps: bool) -> bool:
         expression, least = self.roles.size(size), self.roles.least(size)
@@ -245,7 +260,7 @@ class PadFlow:
         if before == after:
             if same_place:
                 return fact
-            return dataclasses.replace(fact, last=None, offsets=False, counts=False)
+            return dataclasses.replace(fact, last=None, counts=False)
         pad = fact.real if 0 in (before, after) else fact.real.join(fact.pad)
         return Fact(fact.real, pad, fact.real if before == 0 else None, fact.inputs)
 

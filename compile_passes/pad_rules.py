@@ -93,11 +93,8 @@ def _slice(flow: Facts, call: Call, place: int, result: Tensor) -> Fact:
         # real entries at the end are where padding is now
         pad = pad.join(last if dropped == 1 and last is not None else real)
         last = None
-    if fact.offsets and start > 0:
-        # a request that has a token ends behind it
-        real = Span(1)
     counts = fact.counts and not is_symbolic(start) and start == 0
-    return Fact(real, pad, last, fact.inputs, fact.copy_of, fact.offsets, counts)
+    return Fact(real, pad, last, fact.inputs, fact.copy_of, counts)
 
 
 def _where(flow: Facts, call: Call, place: int, result: Tensor) -> Fact | None:
@@ -248,7 +245,7 @@ def _summed(flow: Facts, call: Call, place: int, result: Tensor) -> Fact | None:
     source = call.values["self"]
     if not is_tracked(source):
         return None
-    fact = flow.carry(source, result)
+    fact = _scanned(call, flow.carry(source, result))
     real, pad = (
         Span(0, 0) if span.within(0, 0) else Span(0) if span.low >= 0 else Span()
         for span in (fact.real, fact.pad)
@@ -256,9 +253,14 @@ def _summed(flow: Facts, call: Call, place: int, result: Tensor) -> Fact | None:
     return Fact(real, pad)
 
 
+def _scanned(call: Call, fact: Fact) -> Fact:
+    """What padding of a scan is computed from: behind the real entries it goes on with theirs."""
+    return Fact(fact.real, fact.real.join(fact.pad)) if base_name(call).startswith("cum") else fact
+
+
 def _multiplied(flow: Facts, call: Call, place: int, result: Tensor) -> Fact | None:
     source = call.values["self"]
-    fact = flow.carry(source, result)
+    fact = _scanned(call, flow.carry(source, result))
     real, pad = (
         Span(0, 1) if span.within(0, 1) else Span(0) if span.low >= 0 else Span()
         for span in (fact.real, fact.pad)

@@ -53,9 +53,7 @@ def along(call: Call, roles: Roles) -> None:
             raise Mixed(f"{verb} along {_dim(dim)}, so padding rows take part", _ELSEWHERE)
 
 
-_VERBS = {"sort": "sorts", "topk": "selects", "flip": "flips", "roll": "rolls"} | dict.fromkeys(
-    ("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"), "scans"
-)
+_VERBS = {"sort": "sorts", "topk": "selects", "flip": "flips", "roll": "rolls"}
 
 
 def contract(first: str, second: str) -> Rule:
@@ -112,7 +110,7 @@ def cuts_end(call: Call, roles: Roles) -> bool:
 
 
 _NO_END = 2**62
-_LAST = "gather the rows that are meant, as in hidden[query_start_loc[1:] - 1]"
+_LAST = "gather the rows that are meant, as in hidden[(query_start_loc[1:] - 1).clamp(min=0)]"
 
 
 def select(call: Call, roles: Roles) -> None:
@@ -178,9 +176,13 @@ def concatenate(call: Call, roles: Roles) -> None:
 
 def pad(call: Call, roles: Roles) -> None:
     tensor, pad = call.values["self"], call.values["pad"]
+    repeats = call.values.get("mode", "constant") != "constant"
     for dim in roles.dims(tensor):
         at = 2 * (tensor.dim() - 1 - dim)
-        if at < len(pad) and pad[at + 1] > 0:
+        before, behind = pad[at : at + 2] if at < len(pad) else (0, 0)
+        if repeats and (before or behind):
+            raise Mixed(f"repeats entries at the ends of {_dim(dim)}, padding among them", _LAST)
+        if behind > 0:
             raise Mixed(
                 f"puts something behind the padding of {_dim(dim)}", "pad in front, or outside"
             )
@@ -262,6 +264,35 @@ def index_write(call: Call, roles: Roles) -> None:
         "scatters rows by index, so padding rows are written too",
         OWN_WRITE,
     )
+
+
+def puts_in_own_rows(call: Call, roles: Roles) -> bool:
+    """Each row of what is put is put in its own row, if the index of rows counts 0, 1, 2, ...
+
+    That index has an entry for each row of the target, and whatever else is put grows in its
+    dimension, if in any.
+    """
+    target, values = call.values["self"], call.values["values"]
+    given = [index for index in call.values["indices"] if index is not None]
+    rows = call.values["indices"][0]
+    if rows is None or roles.dims(target) != (0,) or len(roles.dims(rows)) != 1:
+        return False
+    if any(index.dtype in (torch.bool, torch.uint8) for index in given):
+        return False
+    count = roles.size(target.shape[0])
+    width = max(index.dim() for index in given)
+    # dimensions of what is written: those of the indices together, and those that have no index
+    written = width + target.dim() - len(given)
+    place = width - rows.dim() + roles.dims(rows)[0]
+    for tensor, missing in (
+        *((index, width - index.dim()) for index in given),
+        (values, written - values.dim()),
+    ):
+        sizes = {missing + dim: roles.size(size) for dim, size in enumerate(tensor.shape)}
+        grown = {missing + dim for dim in roles.dims(tensor)}
+        if not grown <= {place} or sizes.get(place, 1) not in (1, count):
+            return False
+    return roles.size(rows.shape[roles.dims(rows)[0]]) == count
 
 
 def search(sorted_in: str) -> Rule:

@@ -85,26 +85,27 @@ _POINTWISE = _names(
     log_sigmoid_forward threshold prelu _prelu_kernel where polar view_as_real view_as_complex
     complex"""
 )
+# a scan goes from the front, where real entries are
 _ROWWISE = _names(
     """alias detach permute transpose t unsqueeze squeeze expand tril triu stack
     zeros ones empty full arange scalar_tensor rand randn randint zeros_like ones_like empty_like
     full_like new_zeros new_ones new_empty new_full empty_strided new_empty_strided
-    index_select embedding empty_permuted real imag"""
+    index_select embedding empty_permuted real imag cumsum cumprod cummax cummin logcumsumexp"""
 )
 _REDUCING = _names(
     """sum mean prod amax amin max min argmax argmin any all var std var_mean std_mean
     logsumexp linalg_vector_norm norm nansum nanmean median nanmedian mode count_nonzero aminmax
     kthvalue"""
 )
-_SCANNING = _names(
-    """_softmax _log_softmax softmax log_softmax _safe_softmax sort topk cumsum cumprod
-    cummax cummin logcumsumexp flip roll glu linalg_cross"""
+_ALONG = _names(
+    """_softmax _log_softmax softmax log_softmax _safe_softmax sort topk flip roll glu
+    linalg_cross"""
 )
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(_ROWWISE, effects.keep),
     **dict.fromkeys(_REDUCING, effects.reduce),
-    **dict.fromkeys(_SCANNING, effects.along),
+    **dict.fromkeys(_ALONG, effects.along),
     **dict.fromkeys(("view", "_unsafe_view", "reshape", "_reshape_alias"), view),
     **dict.fromkeys(("split", "split_with_sizes", "unsafe_split", "unbind"), effects.split),
     **dict.fromkeys(("mm", "bmm", "_int_mm", "_scaled_mm"), effects.contract("self", "mat2")),
@@ -120,7 +121,12 @@ RULES: dict[str, Rule] = {
     "repeat": effects.repeat,
     "repeat_interleave": effects.repeat_interleave,
     "cat": effects.concatenate,
-    "constant_pad_nd": effects.pad,
+    **dict.fromkeys(("pad", "constant_pad_nd"), effects.pad),
+    **{
+        f"{how}_pad{n}d": effects.leading_only(n)
+        for how in ("reflection", "replication")
+        for n in (1, 2, 3)
+    },
     **dict.fromkeys(("native_layer_norm", "_fused_rms_norm"), effects.normalize),
     "_native_batch_norm_legit_no_training": effects.leading_only(-1),
     **dict.fromkeys(("native_batch_norm", "cudnn_batch_norm"), effects.batch_norm),

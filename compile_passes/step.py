@@ -429,6 +429,7 @@ class CompiledStep:
         self._observing = batch, kind, buffers
         try:
             outputs = self._call(compiled, batch.with_inputs(buffers), key)
+            _refuse_stored(self._observed[-1], outputs)
             return outputs, self._observed[-1]
         finally:
             self._observing = None
@@ -528,6 +529,26 @@ def _refuse_shared(batched: Mapping[str, Tensor], written: set[int]) -> None:
             raise ValueError(
                 f"{name} must not share memory with what the step writes, got a view of it: "
                 "a batched input is copied before the step runs"
+            )
+
+
+def _refuse_stored(observed: _Observation, outputs: Any) -> None:
+    """What a padded step computes must be in what it returns: nothing else could be cut.
+
+    Where the step was looked into, it is not padded for that. A call of another kind, or with other
+    values in Python, may store what that one did not.
+    """
+    _, given, results = observed
+    leaves = _compat.tree_leaves(outputs)
+    returned = {id(leaf) for leaf in leaves}
+    known = {id(value) for value in (*given, *results)}
+    if any(id(leaf) not in known for leaf in leaves if leaf is not None and type(leaf) is not str):
+        return  # what an output was made of is not known here
+    for value in results:
+        if isinstance(value, Tensor) and id(value) not in returned:
+            raise ValueError(
+                "the step must not store tensors of the batch in what outlives it, got one of "
+                f"shape {list(value.shape)} with padding in it: return it"
             )
 
 

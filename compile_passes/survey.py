@@ -75,8 +75,10 @@ class Survey:
         try:
             hash(value)
         except TypeError:
+            array = hasattr(value, "__array_interface__")
             raise TypeError(
-                f"arguments must hold tensors, containers and plain objects, got {value!r}"
+                "arguments must hold tensors, containers and objects that can be hashed, got "
+                + ("an array of numpy: pass torch.from_numpy(it)" if array else repr(value))
             ) from None
         return value
 

@@ -89,6 +89,26 @@ SAFE: dict[str, Case] = {
     "windows of features": lambda x, i, w: x.unfold(1, 2, 1).amax(-1),
     "any of integers": lambda x, i, w: torch.where((i > 3).any(), x, -x),
     "autocast": lambda x, i, w: F.linear(x.bfloat16(), w.bfloat16()),
+    "scan of rows": lambda x, i, w: (x.cumsum(0), x.cumprod(0), x.logcumsumexp(0)),
+    "largest so far": lambda x, i, w: (*x.cummax(0), *i.cummin(0)),
+    "scan of flat": lambda x, i, w: x.view(-1).cumsum(0),
+    "scan of columns": lambda x, i, w: x.t().cumsum(1),
+    "number of the token among some": lambda x, i, w: (i > 2).long().cumsum(0) - 1,
+    "put in its own row": lambda x, i, w: _set(
+        torch.zeros_like(x), (torch.arange(len(x)), i % 4), x.sum(1)
+    ),
+    "put in its own row, several": lambda x, i, w: _set(
+        torch.zeros_like(x), (torch.arange(len(x))[:, None], x.topk(2).indices), x[:, :2]
+    ),
+    "put whole rows": lambda x, i, w: _set(torch.zeros_like(x), torch.arange(len(x)), x * 2),
+    "add in its own row": lambda x, i, w: x.index_put(
+        (torch.arange(len(x)), i % 4), x[:, 0], accumulate=True
+    ),
+    "scatter in its own row": lambda x, i, w: torch.zeros_like(x).scatter_add(1, i[:, None] % 4, x),
+    "repeat the last feature": lambda x, i, w: F.pad(x.unsqueeze(1), (1, 2), mode="replicate"),
+    "mirror features": lambda x, i, w: F.pad(x.unsqueeze(1), (1, 2), mode="reflect"),
+    "row in front": lambda x, i, w: F.pad(x, (0, 0, 1, 0)),
+    "drop a feature": lambda x, i, w: F.pad(x, (-1, 2)),
 }  # fmt: skip
 
 UNSAFE: dict[str, Case] = {
@@ -198,4 +218,28 @@ UNSAFE: dict[str, Case] = {
     "behind a row": lambda x, i, w: torch.cat([x, w[:1]])[1:],
     "cond": lambda x, i, w: torch.cond(w.sum() > 0, lambda a: a.sum(0), lambda a: a[0] * 1, (x,)),
     "masked": lambda x, i, w: torch.zeros_like(x).masked_scatter(x > 0, x),
+    "scan from behind": lambda x, i, w: x.flip(0).cumsum(0),
+    "scan of a sum": lambda x, i, w: (x - x.sum(0)).cumsum(0),
+    "rows by a scan that may leave": lambda x, i, w: x[i.cumsum(0)],
+    "put across": lambda x, i, w: _set(
+        torch.zeros_like(x), (torch.arange(len(x)), i[:, None] % 4), x[:, :1]
+    ),
+    "put in a longer one": lambda x, i, w: _set(
+        x.new_zeros(len(x) + 1, 4), torch.arange(len(x)), x
+    ),
+    "put in rows from the second": lambda x, i, w: _set(
+        x.new_zeros(len(x) + 1, 4), torch.arange(len(x)) + 1, x
+    ),
+    "put in all but the last": lambda x, i, w: _set(
+        torch.zeros_like(x), torch.arange(len(x) - 1), x[1:]
+    ),
+    "put where a mask says": lambda x, i, w: _set(
+        torch.zeros_like(x), (torch.arange(len(x)), i > 2), x[:, 0]
+    ),
+    "put in rows of a table": lambda x, i, w: w.index_put((torch.arange(len(x)), i % 4), x[:, 0]),
+    "repeat the last row": lambda x, i, w: F.pad(x.t().unsqueeze(0), (0, 1), mode="replicate"),
+    "row behind": lambda x, i, w: F.pad(x, (0, 0, 0, 1)),
+    "scatter along rows": lambda x, i, w: torch.zeros_like(x).scatter(0, i[:, None] % 2, 1.0),
+    "largest of integers that may be negative": lambda x, i, w: x + i.max(),
+    "least of integers": lambda x, i, w: x + i.amin(),
 }  # fmt: skip

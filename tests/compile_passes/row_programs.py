@@ -36,7 +36,7 @@ class Piece:
 
 
 def _last_token(t: Tensor, r: Tensor, c: Context) -> Rows:
-    return t, r + t[c.query_start_loc[1:] - 1]
+    return t, r + t[(c.query_start_loc[1:] - 1).clamp(min=0)]
 
 
 def _per_request(t: Tensor, r: Tensor, c: Context) -> Rows:
@@ -159,6 +159,7 @@ PIECES = [
     Piece("layer norm", True, lambda t, r, c: (t, F.layer_norm(r, (DIM,)))),
     Piece("sum of features", True, lambda t, r, c: (t + t.sum(1, keepdim=True), r)),
     Piece("sort of features", True, lambda t, r, c: (t.sort(dim=1).values, r)),
+    Piece("scan of rows", True, lambda t, r, c: (t, r.cumsum(0).tanh())),
     Piece("scan of features", True, lambda t, r, c: (t.cumsum(1), r)),
     Piece("flip of features", True, lambda t, r, c: (t.flip(1), r.roll(1, 1))),
     Piece("heads", True, lambda t, r, c: (t.view(-1, 2, 2).transpose(1, 2).reshape(-1, DIM), r)),
@@ -200,7 +201,7 @@ PIECES = [
     Piece("softmax over rows", False, lambda t, r, c: (t.softmax(0), r)),
     Piece("largest of rows", False, lambda t, r, c: (t + t.amax(0), r)),
     Piece("sort of rows", False, lambda t, r, c: (t.sort(0, descending=True).values, r)),
-    Piece("scan of rows", False, lambda t, r, c: (t, r.cumsum(0))),
+    Piece("scan of flipped rows", False, lambda t, r, c: (t, r.flip(0).cumsum(0))),
     Piece("flip of rows", False, lambda t, r, c: (t.flip(0), r)),
     Piece("roll of rows", False, lambda t, r, c: (t.roll(1, 0), r)),
     Piece("gram", False, lambda t, r, c: (t @ (t.t() @ t), r)),

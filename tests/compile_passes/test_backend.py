@@ -17,7 +17,7 @@ from mtpgraph.compile_passes.graph_pass import PassManager
 from mtpgraph.compile_passes.report import ReportError
 from tests.helpers import assert_same_bits
 
-from .support import Stream, copy_pools, hybrid_step, make_pools
+from .support import DIM, Stream, copy_pools, hybrid_step, make_pools
 
 
 def run_alone(code: str) -> str:
@@ -297,3 +297,31 @@ def test_a_hazard_is_an_error_under_strict() -> None:
         else:
             assert compiled(lens, previous).tolist() == [2, 4, 6]
             assert previous.tolist() == [0, 1, 2]
+
+
+def by_row(x: Tensor) -> Tensor:
+    return torch.vmap(lambda row: (row - row.mean()).view(2, -1).sum(0))(x)
+
+
+def by_row_of_a_cache(x: Tensor, kv: Tensor) -> Tensor:
+    """Rows of the cache as they were before the write."""
+    old = torch.vmap(lambda row: row.view(-1)[:DIM])(kv)
+    ops.kv_cache_write_(x, torch.arange(x.shape[0]), kv)
+    return old[: x.shape[0]] + x
+
+
+@pytest.mark.parametrize("engine", ["eager", "inductor"])
+def test_rows_that_vmap_shows_have_no_memory_of_their_own(engine: str):
+    def step(x: Tensor, query_start_loc: Tensor, seq_lens: Tensor, kv: Tensor) -> Any:
+        row_lens, _ = ops.flatten_decode(query_start_loc, seq_lens, x.shape[0])
+        h = x + row_lens[:, None]
+        return by_row(h), by_row_of_a_cache(h, kv)
+
+    starts = torch.tensor([0, 2, 3], dtype=torch.int32)
+    args = torch.randn(3, DIM), starts, starts[1:] + 3
+    kv = torch.randn(4, 4, DIM)
+    other = kv.clone()
+    compiled = torch.compile(step, backend="mtpgraph", options={"engine": engine})
+    for actual, expected in zip(compiled(*args, kv), step(*args, other), strict=True):
+        torch.testing.assert_close(actual, expected)
+    assert_same_bits(kv, other)

@@ -276,7 +276,7 @@ def test_infer_batch_reports_an_index_that_may_leave_its_table():
 
     def last(x: Tensor, query_start_loc: Tensor, seq_lens: Tensor) -> Tensor:
         row_lens, _ = ops.flatten_decode(query_start_loc, seq_lens, x.shape[0])
-        return (x + row_lens.unsqueeze(1))[query_start_loc[1:] - 1]
+        return (x + row_lens.unsqueeze(1))[(query_start_loc[1:] - 1).clamp(min=0)]
 
     args = torch.randn(6, 4), *lens(2, 1, 3)
     (finding,) = infer(first, *args).findings
@@ -786,8 +786,11 @@ ROWS_BY_INDEX: dict[str, tuple[Callable[..., Tensor], str | None]] = {
     "from the second": (lambda x, y, q, r: x + y[r.clamp(min=1)], None),
     "as truth": (lambda x, y, q, r: x + y[r.bool().long()], None),
     "columns": (lambda x, y, q, r: x + y.t()[:, r.clamp(min=0)].t(), None),
-    "last token": (lambda x, y, q, r: x[:1] + y[q[1:] - 1], "token"),
-    "last token, cast": (lambda x, y, q, r: x[:1] + y[q.long()[1:].sub(1)], "token"),
+    "last token": (lambda x, y, q, r: x[:1] + y[(q[1:] - 1).clamp(min=0)], "token"),
+    "last token, cast": (
+        lambda x, y, q, r: x[:1] + y[q.long()[1:].sub(1).clamp_min(0)],
+        "token",
+    ),
     "the one before": (lambda x, y, q, r: x[:1] + y[q[1:] - 2], None),
     "lengths": (lambda x, y, q, r: x[:1] + y[q[1:] - q[:-1]], None),
 }

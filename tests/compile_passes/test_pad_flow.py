@@ -241,3 +241,23 @@ def test_a_wrong_offset_leaves_the_results_unknown():
     reasons = [finding.reason for finding in findings]
     assert any(reason.startswith("query_start_loc of") for reason in reasons), reasons
     assert any(reason.startswith("an index must stay within") for reason in reasons), reasons
+
+
+def test_the_last_token_of_a_request_without_tokens():
+    """Its index is -1, which is the last row in eager and a row of padding in a padded batch."""
+
+    def step(x: Tensor, query_start_loc: Tensor, seq_lens: Tensor) -> Tensor:
+        row_lens, _ = ops.flatten_decode(query_start_loc, seq_lens, x.shape[0])
+        return (x + row_lens[:, None])[query_start_loc[1:] - 1]
+
+    def clamped(x: Tensor, query_start_loc: Tensor, seq_lens: Tensor) -> Tensor:
+        row_lens, _ = ops.flatten_decode(query_start_loc, seq_lens, x.shape[0])
+        return (x + row_lens[:, None])[(query_start_loc[1:] - 1).clamp(min=0)]
+
+    batches = [ragged([2, 1, 2]), ragged([0, 1, 2]), ragged([1, 0, 2]), ragged([0, 0, 2])]
+    (finding,) = serve(step, batches)
+    assert finding.kind == "rows mixed"
+    assert finding.code.startswith("return (x + row_lens[:, None])[query_start_loc[1:] - 1]")
+    assert "may be negative" in finding.reason
+    assert "hidden[(query_start_loc[1:] - 1).clamp(min=0)]" in finding.remedy
+    assert not serve(clamped, batches)

@@ -57,8 +57,10 @@ def test_survey_of_what_contains_itself_ends():
 
 
 def test_survey_refuses_what_it_cannot_hash():
-    with pytest.raises(TypeError, match="arguments must hold tensors, containers and plain"):
+    with pytest.raises(TypeError, match="arguments must hold tensors, containers and objects that"):
         Survey([bytearray(b"x")])
+    with pytest.raises(TypeError, match=r"got an array of numpy: pass torch\.from_numpy"):
+        Survey({"mask": torch.ones(2).numpy()})
 
 
 @pytest.mark.parametrize(

@@ -116,6 +116,8 @@ SAFE: dict[str, Layer] = {
     "experts, dense": experts_dense,
     "einsum of rows": einsum_rows,
     "softmax of features": lambda x: x.softmax(-1),
+    # padding comes last, so a sum up to a real row has none of it
+    "cumsum of tokens": lambda x: x.cumsum(0),
 }
 
 MIXED: dict[str, tuple[Layer, str]] = {
@@ -123,6 +125,7 @@ MIXED: dict[str, tuple[Layer, str]] = {
     "softmax of the batch": (lambda x: F.softmax(x, dim=0), "F.softmax(x, dim=0)"),
     "static row behind": (static_row_behind, "torch.cat([x, sink])[1:]"),
     "roll": (lambda x: x.roll(1, 0), "x.roll(1, 0)"),
+    "cumsum from behind": (lambda x: x.flip(0).cumsum(0), "x.flip(0)"),
     "load of the experts": (balanced, "scores.mean(0)"),
     "last row": (last_row, "x + x[-1]"),
     "einsum across": (einsum_gram, '"td,sd,se->te"'),
@@ -138,12 +141,6 @@ MODELS = [
             mixes=line,
         )
         for name, (layer, line) in MIXED.items()
-    ),
-    Model(
-        name="cumsum of tokens",
-        step=with_layer(lambda x: x.cumsum(0)),
-        # padding comes last, so a sum up to a real row has none of it: a doubt, and no more
-        findings=(("rows mixed", "x.cumsum(0)"),),
     ),
     Model(
         name="experts, sorted",

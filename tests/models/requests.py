@@ -14,13 +14,19 @@ from .parts import mamba2
 def last_tokens(x: Tensor, query_start_loc: Tensor, seq_lens: Tensor) -> Tensor:
     row_lens, _ = ops.flatten_decode(query_start_loc, seq_lens, x.shape[0])
     hidden = x + row_lens[:, None]
-    return hidden[query_start_loc[1:] - 1]
+    return hidden[(query_start_loc[1:] - 1).clamp(min=0)]
+
+
+def last_tokens_unclamped(x: Tensor, query_start_loc: Tensor, seq_lens: Tensor) -> Tensor:
+    """A first request without tokens takes the last row of all: in a padded batch, of padding."""
+    row_lens, _ = ops.flatten_decode(query_start_loc, seq_lens, x.shape[0])
+    return (x + row_lens[:, None])[query_start_loc[1:] - 1]
 
 
 def last_tokens_alone(x: Tensor, query_start_loc: Tensor, seq_lens: Tensor) -> Tensor:
     """Sampling of new requests: the gather is all that says what the rows of ``x`` are."""
     old = ops.has_initial_state(query_start_loc, seq_lens)
-    return torch.where(old[:, None], 0, x[query_start_loc[1:] - 1])
+    return torch.where(old[:, None], 0, x[(query_start_loc[1:] - 1).clamp(min=0)])
 
 
 def first_tokens(x: Tensor, query_start_loc: Tensor, seq_lens: Tensor) -> Tensor:
@@ -105,6 +111,12 @@ def angles() -> Tensor:
 
 MODELS = [
     Model(name="last token of each request", step=last_tokens, exact=True),
+    Model(
+        name="last token of each request, unclamped",
+        step=last_tokens_unclamped,
+        findings=(("rows mixed", "(x + row_lens[:, None])[query_start_loc[1:] - 1]"),),
+        exact=True,
+    ),
     Model(
         name="last token of each request, alone",
         step=last_tokens_alone,
