@@ -11,7 +11,7 @@ import mtpgraph
 from mtpgraph import Batched, Static, ops
 from tests.helpers import nan_pool
 
-from .support import BLOCK_SIZE, DIM, HEAD_DIM, HEADS, NEXT_N, STATE_DIM, WIDTH
+from .support import BLOCK_SIZE, DIM, make_pools, recurrent_layer
 
 WIDE = 16
 KEYS = 12  # of a cache
@@ -135,44 +135,16 @@ class Recurrent(nn.Module):
         row_lens, _ = ops.flatten_decode(query_start_loc, seq_lens, x.shape[0])
         h = self.into(self.norm(x))
         ops.kv_cache_write_(h, slot_mapping, pools["kv"])
-        ops.reset_states_(pools["conv"], state_indices[:, 0], old)
-        h = ops.causal_conv1d_update_(
-            pools["conv"],
-            h,
-            pools["taps"],
-            None,
-            state_indices[:, 0],
-            query_start_loc,
-            num_accepted_tokens=num_accepted_tokens,
-        )
-        heads = h.unflatten(1, (HEADS, HEAD_DIM))
-        ops.reset_states_(pools["ssm"], state_indices[:, 0], old)
-        y = ops.selective_state_update_(
-            pools["ssm"],
-            heads,
-            heads.sum(-1),
-            pools["decay"],
-            heads[:, :1],
-            heads[:, 1:],
-            state_indices,
-            query_start_loc,
-            num_accepted_tokens=num_accepted_tokens,
-            dt_softplus=True,
-        )
-        return x + self.down(F.silu(self.up(y.flatten(1)))), row_lens
+        _, y = recurrent_layer(h, query_start_loc, state_indices, num_accepted_tokens, old, pools)
+        return x + self.down(F.silu(self.up(y))), row_lens
 
     @staticmethod
     def pools(num_requests: int, dtype: torch.dtype, device: str) -> dict[str, Tensor]:
         """Caches and states that hold NaN throughout, and two weights."""
-        slots = num_requests * NEXT_N
-        conv, state = (DIM, WIDTH - 1 + NEXT_N - 1), (HEADS, HEAD_DIM, STATE_DIM)
-        return {
-            "kv": nan_pool(num_requests * 16, BLOCK_SIZE, DIM, dtype=dtype, device=device),
-            "conv": nan_pool(slots, *conv, dtype=dtype, device=device),
-            "ssm": nan_pool(slots, *state, dtype=dtype, device=device),
-            "taps": torch.linspace(-1, 1, DIM * WIDTH, device=device).view(DIM, WIDTH).to(dtype),
-            "decay": torch.tensor([-0.5, -1.5], device=device),
-        }
+        found = make_pools(num_requests, dtype)
+        del found["index_k"]
+        found["kv"] = nan_pool(num_requests * 16, BLOCK_SIZE, DIM, dtype=dtype)
+        return {name: pool.to(device) for name, pool in found.items()}
 
 
 SILU_MLP = ["rms_norm", "linear", "silu", "mul", "linear", "add"]

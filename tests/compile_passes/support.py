@@ -56,10 +56,23 @@ def hybrid_step(
     )
     chosen = ops.indexer_topk(logits, row_lens, 3)
     h = x + 0.125 * chosen.sum(1, keepdim=True).to(x.dtype)
+    h, y = recurrent_layer(h, query_start_loc, state_indices, num_accepted_tokens, old, pools)
+    return y + h, chosen, seq_lens * 2
+
+
+def recurrent_layer(
+    x: Tensor,
+    query_start_loc: Tensor,
+    state_indices: Tensor,
+    num_accepted_tokens: Tensor,
+    old: Tensor,
+    pools: dict[str, Tensor],
+) -> tuple[Tensor, Tensor]:
+    """What a short conv and a Mamba-2 update behind it give, the states of new requests reset."""
     ops.reset_states_(pools["conv"], state_indices[:, 0], old)
     h = ops.causal_conv1d_update_(
         pools["conv"],
-        h,
+        x,
         pools["taps"],
         None,
         state_indices[:, 0],
@@ -80,7 +93,7 @@ def hybrid_step(
         num_accepted_tokens=num_accepted_tokens,
         dt_softplus=True,
     )
-    return y.flatten(1) + h, chosen, seq_lens * 2
+    return h, y.flatten(1)
 
 
 def make_pools(num_requests: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
