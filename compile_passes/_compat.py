@@ -2,6 +2,7 @@
 
 from ._compat_dynamo import (
     FakeRunError,
+    FixedSizeError,
     GraphBreak,
     compiled_callables,
     decompositions,
@@ -54,6 +55,7 @@ from ._compat_runtime import (
 from ._compat_sizes import (
     constants_guarded,
     guard_equal,
+    holds_in_range,
     known_at_least_0,
     size_assumptions,
     size_decisions,
@@ -77,6 +79,7 @@ from ._compat_watch import (
 __all__ = [
     "CompileObserver",
     "FakeRunError",
+    "FixedSizeError",
     "GraphBreak",
     "OpMode",
     "Place",
@@ -95,6 +98,7 @@ __all__ = [
     "has_example_value",
     "has_fake",
     "has_storage",
+    "holds_in_range",
     "inductor",
     "inductor_cache_dir",
     "is_autocast",

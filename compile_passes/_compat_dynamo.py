@@ -20,6 +20,10 @@ from ._compat_stored import stored_by_python
 _symbolic_config: Any = _config
 
 
+class FixedSizeError(ValueError):
+    """A step takes a size for a constant that is to grow with the batch."""
+
+
 @contextlib.contextmanager
 def symbolic_batch(recompile_limit: int) -> Iterator[None]:
     """Trace with a symbol of its own for each size, even for those that happen to be equal."""
@@ -27,7 +31,7 @@ def symbolic_batch(recompile_limit: int) -> Iterator[None]:
         try:
             yield
         except ConstraintViolationError as error:
-            raise ValueError(
+            raise FixedSizeError(
                 "the step fixes a size that was declared to grow with the batch, so one "
                 f"compilation cannot serve all: {error}"
             ) from error

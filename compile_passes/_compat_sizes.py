@@ -185,3 +185,23 @@ def size_sources(gm: fx.GraphModule) -> dict[fx.Node, tuple[str, int]]:
             if match is not None:
                 places.setdefault(node, (match[1], int(match[2])))
     return places
+
+
+def holds_in_range(relation: Any, ranges: dict[Any, tuple[int, int | None]]) -> bool:
+    """A relation of sizes is true wherever each symbol is in its range, as intervals tell.
+
+    ``None`` for the end of a range is none.
+    """
+    from torch.utils._sympy.numbers import int_oo
+    from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
+
+    known = {
+        symbol: ValueRanges(low, int_oo if high is None else high)
+        for symbol, (low, high) in ranges.items()
+    }
+    try:
+        found: Any = bound_sympy(relation, known)
+    except Exception:
+        # of a function that torch knows no range of
+        return False
+    return bool(found.is_bool and found.lower == found.upper and found.lower)

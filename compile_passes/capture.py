@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .options import Options
+from .prove_graph import NotProven
 from .stats import Stats
 
 # a caller that hands over new caches in every step gains nothing from graphs
@@ -214,6 +215,9 @@ class GraphTable:
                 before()
                 self.device.warm_up(run)
             graph = self.device.capture(run, generators)
+        except NotProven:
+            # no fault of recording: such batches run as they are
+            raise
         except Exception as error:
             return self._give_up(key, what, f"{type(error).__name__}: {error}", error)
         self._stats.captures += 1

@@ -22,6 +22,7 @@ from ..ops.declare import Facts, facts_of
 from . import _compat
 from .choose_pads import choose_pads
 from .pad_flow import PadFlow, Problem
+from .relations import NO_BOUNDS, Bounds
 from .report import name_of, note
 from .roles import Contradiction, Roles, find_roles, roots_of
 from .row_effects import Mixed, index_write, puts_in_own_rows
@@ -49,14 +50,17 @@ def check_row_independence(graph: fx.Graph) -> int:
     return 0
 
 
-def find_mixed(trace: Trace, roles: Roles, flow: PadFlow) -> Iterator[Problem]:
+def find_mixed(
+    trace: Trace, roles: Roles, flow: PadFlow, bounds: Bounds = NO_BOUNDS
+) -> Iterator[Problem]:
     """What may let padding reach a real row.
 
     Args:
         trace, roles: the graph
         flow: what padding holds in it
+        bounds: the largest batch that is padded to
     """
-    yield from size_decisions(trace, roles)
+    yield from size_decisions(trace, roles, bounds)
     told: set[fx.Node] = set()
     memory = Memory(trace, roles)
     for call in trace.calls:

@@ -22,6 +22,7 @@ from .check_row_independence import find_mixed, let_sizes_grow
 from .choose_pads import choose_pads
 from .inputs import Batched, Static
 from .pad_flow import Fill, PadFlow, Problem
+from .relations import NO_BOUNDS, Bounds
 from .report import Finding, collect, note
 from .roles import Contradiction, Roles, Root, find_roles, roots_of
 from .rows import Trace, expression, input_name, record
@@ -104,6 +105,7 @@ def infer_inputs(
     fn: Callable[..., Any],
     bound: inspect.BoundArguments,
     given: Mapping[str, Batched | Static] | None = None,
+    bounds: Bounds = NO_BOUNDS,
 ) -> Inferred:
     """Trace a step once and find out what its arguments are to the batch. Runs nothing of it.
 
@@ -111,6 +113,7 @@ def infer_inputs(
         fn: the step
         bound: the arguments of one call, with defaults
         given: what the caller declared; it stands, and what is not in it is inferred
+        bounds: the largest batch that is padded to: what the step does for larger ones is not asked
 
     Raises:
         whatever Dynamo does on a step that is not one graph
@@ -126,11 +129,8 @@ def infer_inputs(
     except Undecided as error:
         finding = Finding("padding unknown", _NAME, "", "", 0, "", str(error), error.remedy)
         return Inferred(static, (), (finding,), row_safe=False, decided=False)
-    names = {
-        node: traced.names.get(node, f"what lies in {input_name(node)}")
-        for node in traced.trace.inputs
-    }
-    analysis = _analyze(traced.trace, names, given, traced.unseen)
+    names = _names_of_inputs(traced.trace, traced.names)
+    analysis = _analyze(traced.trace, names, given, traced.unseen, bounds)
     findings = list(dict.fromkeys(map(_finding, analysis.problems)))
     inputs = static | {
         row.argument: Batched(row.dim, row.pad, row.per, row.extra)  # pyright: ignore[reportArgumentType]
@@ -142,7 +142,7 @@ def infer_inputs(
         return Inferred(
             inputs, analysis.rows, tuple(findings), row_safe=False, paddable=analysis.paddable
         )
-    ratio = _tokens_per_request(roles, trace)
+    ratio = tokens_per_request(roles, trace)
     by_index = {
         name
         for node, name in traced.names.items()
@@ -161,6 +161,31 @@ def infer_inputs(
         limits=find_limits(trace, roles, traced.names),
         paddable=analysis.paddable,
     )
+
+
+def find_problems(
+    trace: Trace,
+    names: Mapping[fx.Node, str],
+    specs: Mapping[str, Batched | Static],
+    bounds: Bounds,
+    declared: bool,
+) -> tuple[Roles | None, tuple[Finding, ...]]:
+    """What stands against padding in a graph whose inputs are known.
+
+    Args:
+        trace: the graph
+        names: arguments of the step, by the placeholder of the tensor
+        specs: what they are
+        bounds: the largest batch that is padded to
+        declared: the caller declared every argument
+    """
+    named = _names_of_inputs(trace, names)
+    analysis = _analyze(trace, named, specs, {}, bounds, inferred=not declared)
+    return analysis.roles, tuple(dict.fromkeys(map(_finding, analysis.problems)))
+
+
+def _names_of_inputs(trace: Trace, names: Mapping[fx.Node, str]) -> dict[fx.Node, str]:
+    return {node: names.get(node, f"what lies in {input_name(node)}") for node in trace.inputs}
 
 
 def _finding(problem: Problem) -> Finding:
@@ -186,6 +211,9 @@ def _analyze(
     names: Mapping[fx.Node, str],
     given: Mapping[str, Batched | Static],
     unseen: Mapping[fx.Node, tuple[str, int]],
+    bounds: Bounds = NO_BOUNDS,
+    *,
+    inferred: bool = False,
 ) -> _Analysis:
     declared = {
         node: (name, spec)
@@ -220,10 +248,10 @@ def _analyze(
             )
             problems.append(Problem(node, "padding unknown", reason, "declare what does grow"))
     fills, flow = choose_pads(trace, roles, names, given)
-    problems += find_mixed(trace, roles, flow)
+    problems += find_mixed(trace, roles, flow, bounds)
     disagreements = list(sizes_that_must_agree(trace, roles))
     problems += disagreements
-    if not all(name in given for name in names.values()):
+    if inferred or not all(name in given for name in names.values()):
         # where all is declared, the sizes of outputs alone count
         problems += sizes_that_cannot_be_cut(trace, roles)
     problems += flow.problems
@@ -381,7 +409,8 @@ def _root_of(size: Any, extra: int, roles: Roles, trace: Trace) -> Root | None:
     return None
 
 
-def _tokens_per_request(roles: Roles, trace: Trace) -> int | None:
+def tokens_per_request(roles: Roles, trace: Trace) -> int | None:
+    """Tokens of each request, where the graph fixes them."""
     if roles.requests is None or roles.tokens is None:
         return None
     ratio: Any = roles.tokens / roles.requests

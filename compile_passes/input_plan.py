@@ -9,19 +9,24 @@ by itself.
 
 import dataclasses
 import inspect
+import os
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .infer_batch import Inferred, infer_inputs
 from .inputs import Batched, Specs, Static, check_specs, mode
 from .options import Options
+from .relations import Bounds
 from .report import Finding, ReportError
 from .size_limits import NO_LIMITS, Limits
 from .stats import Stats
 from .survey import Survey, Surveyor
+
+_HERE = os.path.dirname(__file__) + os.sep
 
 
 @dataclasses.dataclass(eq=False)
@@ -41,6 +46,8 @@ class Variant:
         proven: padding is known to stay behind real rows
         settled: a call has shown what the arguments are
         examined: a call has shown whether anything stands against padding
+        declared: the caller said of every argument what it is
+        fixed: sizes that do not grow, and tensors in containers, of the call that settled it
     """
 
     given: Specs
@@ -55,6 +62,8 @@ class Variant:
     proven: bool = False
     settled: bool = False
     examined: bool = False
+    declared: bool = False
+    fixed: Any = None
     # sizes of the calls that could not tell, so that none of them is looked at twice
     undecided: set[Any] = dataclasses.field(default_factory=set)
     possible: dict[tuple[int, ...], tuple[int, ...]] = dataclasses.field(default_factory=dict)
@@ -137,7 +146,10 @@ class InputPlan:
         self._options = options
         self._stats = stats
         self._surveyor = surveyor
-        self._variants: dict[Any, Variant] = {}
+        # calls alike but for sizes that do not grow are one variant until a graph shows otherwise
+        self._variants: dict[Any, list[Variant]] = {}
+        self._tried: set[Any] = set()
+        self._sizes: dict[Any, torch.Size | None] = {}
         self.specs: Specs = self._given
 
     def settle(self, bound: inspect.BoundArguments) -> tuple[Variant, dict[str, Survey]]:
@@ -157,15 +169,17 @@ class InputPlan:
             if not isinstance(value, Tensor)
         }
         key, holding, sizes = _look(bound, surveys)
-        variant = self._variants.get(key)
-        if variant is None:
-            variant = self._variants[key] = Variant(self._given, self._given, self._options.sizes)
+        group = self._variants.setdefault(key, [])
+        if not group:
+            group.append(Variant(self._given, self._given, self._options.sizes))
+        variant = group[0] if len(group) == 1 else _like(group, bound, surveys)
+        at = group.index(variant)
         if not variant.examined and sizes not in variant.undecided:
             self._examine(variant, bound, holding, sizes)
         if variant.by_index and (wrong := _not_as_many(variant, bound)):
             # tables that happened to have as many rows as the batch of the first call
             given = {**variant.given, **dict.fromkeys(wrong, Static())}
-            variant = self._variants[key] = Variant(given, given, self._options.sizes)
+            variant = group[at] = Variant(given, given, self._options.sizes)
             self._examine(variant, bound, holding, sizes)
         if variant.pads and self._disagree(variant, bound):
             # counts of requests and tokens that were the same in the first call, and are two
@@ -174,11 +188,70 @@ class InputPlan:
                 again = Variant(variant.given, variant.given, self._options.sizes)
                 self._examine(again, bound, holding, sizes)
                 if again.settled and not (again.pads and self._disagree(again, bound)):
-                    variant = self._variants[key] = again
+                    variant = group[at] = again
             if variant.pads and self._disagree(variant, bound):
                 return dataclasses.replace(variant, pads=False, examined=False), surveys
+        if variant.fixed is None and variant.settled:
+            variant.fixed = _fixed(variant.specs, bound, surveys)
+        elif variant.examined and not variant.pads and not variant.declared:
+            ones = _ones(_fixed(variant.specs, bound, surveys))
+            # of one of something it is another graph, which may be padded
+            if ones != _ones(variant.fixed) and (key, ones) not in self._tried:
+                self._tried.add((key, ones))
+                variant = self.look_again(variant, bound, surveys) or variant
+        self._watch_sizes(key, variant, bound)
         variant.follow(bound, self._options)
         return variant, surveys
+
+    def look_again(
+        self, variant: Variant, bound: inspect.BoundArguments, surveys: Mapping[str, Survey]
+    ) -> Variant | None:
+        """What is known of a call whose graph is not as its variant has it.
+
+        Returns:
+            a variant of its own, from now on for calls with these sizes; ``None`` where these sizes
+            are those that the variant was settled with
+        """
+        if variant.declared or variant.fixed == _fixed(variant.specs, bound, surveys):
+            return None
+        key, holding, sizes = _look(bound, surveys)
+        new = Variant(self._given, self._given, self._options.sizes)
+        try:
+            self._examine(new, bound, holding, sizes)
+        except ReportError:
+            raise
+        except Exception:
+            # the call itself will say what is wrong with it
+            return None
+        if not new.settled:
+            return None
+        new.fixed = _fixed(new.specs, bound, surveys)
+        new.follow(bound, self._options)
+        self._variants[key].append(new)
+        return new
+
+    def _watch_sizes(self, key: Any, variant: Variant, bound: inspect.BoundArguments) -> None:
+        """Say of an argument that is of another size now and then that nothing ties it to a batch.
+
+        It is right as it is, and compiled anew for each size.
+        """
+        tables = {name for _, name, _ in variant.limits.tables}
+        for name, spec in variant.specs.items() if variant.pads else ():
+            value = bound.arguments.get(name)
+            if not isinstance(spec, Static) or name in self._given or not isinstance(value, Tensor):
+                continue
+            place = (key, name)
+            if name in tables or self._sizes.get(place, value.shape) is None:
+                continue
+            if self._sizes.setdefault(place, value.shape) != value.shape:
+                self._stats.findings.append(_changed(name, self._sizes[place], value.shape))
+                self._sizes[place] = None
+
+    @property
+    def bounds(self) -> Bounds:
+        """The largest batch that is padded to."""
+        largest = max(2, *self._options.sizes)
+        return Bounds(largest, largest * self._options.next_n)
 
     def _disagree(self, variant: Variant, bound: inspect.BoundArguments) -> bool:
         """Arguments that were inferred to grow are not all for one number of requests or tokens.
@@ -192,9 +265,9 @@ class InputPlan:
     def _examine(
         self, variant: Variant, bound: inspect.BoundArguments, holding: list[str], sizes: Any
     ) -> None:
-        declared = all(name in self._given for name in holding)
+        declared = variant.declared = all(name in self._given for name in holding)
         try:
-            inferred = infer_inputs(self._fn, bound, variant.given)
+            inferred = infer_inputs(self._fn, bound, variant.given, self.bounds)
         except Exception:
             if not declared:
                 raise
@@ -227,7 +300,7 @@ class InputPlan:
             variant.pads = False
             findings += (self._no_whole_groups(inferred.multiple),)
         if variant.pads or not declared or findings != inferred.findings or not inferred.paddable:
-            self._report(variant, findings)
+            self.report(variant, findings, padded=variant.pads)
 
     def _no_whole_groups(self, multiple: int) -> Finding:
         reason = (
@@ -237,16 +310,34 @@ class InputPlan:
         remedy = f"pass next_n={multiple}, or sizes that are multiples of {multiple}"
         return Finding("padding unknown", "infer_batch", "", "", 0, "", reason, remedy)
 
-    def _report(self, variant: Variant, findings: tuple[Finding, ...]) -> None:
+    def report(self, variant: Variant, findings: tuple[Finding, ...], *, padded: bool) -> None:
+        """Say what stands against padding.
+
+        Args:
+            variant: what is known of the calls that it is said of
+            findings: what was found
+            padded: batches are padded all the same
+
+        Raises:
+            ReportError: under ``strict``
+        """
         new = [finding for finding in findings if finding not in self._stats.findings]
         self._stats.findings.extend(new)
         if findings and (new or self._options.strict):
-            what = "padding may reach real rows" if variant.pads else "batches are not padded"
+            what = "padding may reach real rows" if padded else "batches are not padded"
             error = ReportError(what, findings)
             if self._options.strict:
                 variant.examined = variant.settled = variant.pads = False
                 raise error
-            warnings.warn(str(error), RuntimeWarning, stacklevel=6)
+            warnings.warn(str(error), RuntimeWarning, stacklevel=_above())
+
+
+def _above() -> int:
+    """How far up the caller of this package is, for a warning."""
+    frame, level = inspect.currentframe(), 0
+    while frame is not None and frame.f_code.co_filename.startswith(_HERE):
+        frame, level = frame.f_back, level + 1
+    return max(1, level)
 
 
 def _look(
@@ -266,6 +357,48 @@ def _look(
         if survey is None or survey.tensors:
             holding.append(name)
     return tuple(key), holding, tuple(sizes)
+
+
+def _fixed(
+    specs: Specs, bound: inspect.BoundArguments, surveys: Mapping[str, Survey]
+) -> tuple[Any, ...]:
+    """What of a call does not grow: sizes, and what tensors lie in containers."""
+    found: list[Any] = []
+    for name, value in bound.arguments.items():
+        survey, spec = surveys.get(name), specs.get(name)
+        if survey is not None:
+            found.append(tuple((tensor.shape, tensor.dtype) for tensor in survey.tensors))
+        else:
+            grown = spec.dim if isinstance(spec, Batched) else None
+            found.append(tuple(n for dim, n in enumerate(value.shape) if dim != grown))
+    return tuple(found)
+
+
+def _like(
+    group: list[Variant], bound: inspect.BoundArguments, surveys: Mapping[str, Survey]
+) -> Variant:
+    """The variant that was settled by a call with these sizes, or by one that is traced alike."""
+    known = [(variant, _fixed(variant.specs, bound, surveys)) for variant in group]
+    alike = [variant for variant, fixed in known if _ones(variant.fixed) == _ones(fixed)]
+    return next(
+        (variant for variant, fixed in known if variant.fixed == fixed), (*alike, *group)[0]
+    )
+
+
+def _ones(fixed: Any) -> Any:
+    """Which sizes are none or one: a tracer takes these for constants, and others for symbols."""
+    if isinstance(fixed, int):
+        return min(fixed, 2)
+    return tuple(map(_ones, fixed)) if isinstance(fixed, tuple) else fixed
+
+
+def _changed(name: str, before: Any, now: Any) -> Finding:
+    reason = (
+        f"{name} was {list(before)} and is {list(now)}: nothing in the step ties it to the batch, "
+        "so the step is compiled anew for each of its sizes"
+    )
+    remedy = f'declare inputs={{"{name}": Batched(...)}} or Static'
+    return Finding("padding unknown", "infer_batch", "", "", 0, name, reason, remedy)
 
 
 def _counts(

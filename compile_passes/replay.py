@@ -70,6 +70,8 @@ class Replay:
         self._types = [Tensor] * len(batch.batched)
         self._dtypes = list(map(_DTYPE, batch.batched.values()))
         self._devices = list(map(Tensor.get_device, batch.batched.values()))
+        # a step may ask how its inputs lie, which the buffers do not tell
+        self._dense = list(map(Tensor.is_contiguous, batch.batched.values()))
         others = [place for place, name in enumerate(names) if name not in batch.batched]
         self._surveys = list(zip(others, batch.surveys, strict=True))
         # cut once and for all; each call gets tensor objects of its own, over the same memory
@@ -83,6 +85,7 @@ class Replay:
             list(map(type, values)) != self._types
             or list(map(_DTYPE, values)) != self._dtypes
             or list(map(Tensor.get_device, values)) != self._devices
+            or list(map(Tensor.is_contiguous, values)) != self._dense
             or self.served.kind.moves != self._moves
             or mode() != self._mode
         ):

@@ -12,7 +12,7 @@ from . import _compat
 from . import row_effects as effects
 from .roles import Roles
 from .row_effects import Rule
-from .row_views import view
+from .row_views import squeeze, view
 from .rows import Call, is_symbolic
 
 
@@ -87,7 +87,7 @@ _POINTWISE = _names(
 )
 # a scan goes from the front, where real entries are
 _ROWWISE = _names(
-    """alias detach permute transpose t unsqueeze squeeze expand tril triu stack
+    """alias detach permute transpose t unsqueeze expand tril triu stack
     zeros ones empty full arange scalar_tensor rand randn randint zeros_like ones_like empty_like
     full_like new_zeros new_ones new_empty new_full empty_strided new_empty_strided
     index_select embedding empty_permuted real imag cumsum cumprod cummax cummin logcumsumexp"""
@@ -107,6 +107,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(_REDUCING, effects.reduce),
     **dict.fromkeys(_ALONG, effects.along),
     **dict.fromkeys(("view", "_unsafe_view", "reshape", "_reshape_alias"), view),
+    "squeeze": squeeze,
     **dict.fromkeys(("split", "split_with_sizes", "unsafe_split", "unbind"), effects.split),
     **dict.fromkeys(("mm", "bmm", "_int_mm", "_scaled_mm"), effects.contract("self", "mat2")),
     "mv": effects.contract("self", "vec"),

@@ -24,6 +24,18 @@ def view(call: Call, roles: Roles) -> None:
         )
 
 
+def squeeze(call: Call, roles: Roles) -> None:
+    """A dimension that grows is one of those that go where there is one entry."""
+    source, dims = call.values["self"], call.values.get("dim")
+    given = range(source.dim()) if dims is None else [dims] if isinstance(dims, int) else dims
+    gone = {dim % max(1, source.dim()) for dim in given} & set(roles.dims(source))
+    if gone:
+        raise Mixed(
+            f"drops dimension {min(gone)}, which grows with the batch, in a batch of one alone",
+            "name the dimension that is meant, as in squeeze(-1)",
+        )
+
+
 def keeps_front(before: Sequence[Any], after: Sequence[Any], roles: Roles) -> bool:
     """Reshaping leaves real entries in front of each dimension that grows."""
     start = (0, 0)

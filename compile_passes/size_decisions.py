@@ -1,7 +1,7 @@
 """Where the size of a batch decides what is computed: branches, and numbers among arguments."""
 
-import itertools
-from collections.abc import Iterable, Iterator, Mapping
+import operator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import sympy
@@ -10,15 +10,19 @@ from torch import Tensor, fx
 
 from . import _compat
 from .pad_flow import Problem
+from .relations import NO_BOUNDS, Bounds, Ranges, always, holds_for_samples, ranges_of
 from .report import name_of
 from .roles import Roles
 from .rows import Call, Trace, is_symbolic
 
-_SAMPLES = (*range(2, 34), 63, 64, 65, 100, 128, 255, 256, 257, 500, 512, 513, 1000, 1024, 4096)
 
+def size_decisions(trace: Trace, roles: Roles, bounds: Bounds = NO_BOUNDS) -> Iterator[Problem]:
+    """Sizes of the batch for which the step would have been traced otherwise.
 
-def size_decisions(trace: Trace, roles: Roles) -> Iterator[Problem]:
-    """Sizes of the batch for which the step would have been traced otherwise."""
+    Args:
+        trace, roles: the graph
+        bounds: the largest batch that is padded to
+    """
     hints: dict[Any, int] = {}
     nodes: dict[Any, fx.Node] = {}
     for node, tensor in trace.inputs.items():
@@ -28,33 +32,49 @@ def size_decisions(trace: Trace, roles: Roles) -> Iterator[Problem]:
             if expression.is_Symbol and hint is not None:
                 hints.setdefault(expression, hint)
                 nodes.setdefault(expression, node)
+    ranges = ranges_of(roles, bounds)
     for guard, file, line, code in _compat.size_decisions(trace.gm):
         expression = sympy.sympify(guard).xreplace(dict(roles.same))
         grown = sorted(expression.free_symbols & roles.symbols, key=str)
-        if not grown or _holds(expression, grown, hints):
+        known = {s: hints.get(s, 2) for s in expression.free_symbols - roles.symbols}
+        if not grown or _holds(expression.subs(known), ranges):
             continue
+        reason, remedy = _depends(expression, roles)
         yield Problem(
             nodes.get(grown[0], next(iter(trace.inputs))),
             "batch size as value",
-            f"what is computed depends on whether {_readable(expression, roles)}, which counts "
-            "padding" + ("" if file or not code else f" (`{code}`)"),
-            "compute the same for every size",
+            reason + ("" if file or not code else f" (`{code}`)"),
+            remedy,
             place=(file, line, code) if file else None,
         )
+    yield from _truths(trace, roles, ranges)
 
 
-def _holds(expression: Any, grown: list[Any], hints: Mapping[Any, int]) -> bool:
-    """The expression is true for every size of the batch, as far as many samples tell."""
-    known = {symbol: hints.get(symbol, 2) for symbol in expression.free_symbols}
-    points = (
-        ({grown[0]: n} for n in _SAMPLES)
-        if len(grown) == 1
-        else (
-            dict(zip(grown, values, strict=True))
-            for values in itertools.product(_SAMPLES[::3], repeat=len(grown))
-        )
+def _truths(trace: Trace, roles: Roles, ranges: Ranges) -> Iterator[Problem]:
+    """Numbers that are asked whether they are 0, as in ``not (x.shape[0] - 3)``."""
+    for node in trace.gm.graph.nodes:
+        if node.target in (operator.not_, operator.truth) and len(node.all_input_nodes) == 1:
+            value = trace.values.get(node.all_input_nodes[0])
+            if is_symbolic(value) and roles.grows(value):
+                zero: Any = sympy.Eq(roles.size(value), 0)
+                if not (_holds(zero, ranges) or _holds(sympy.Not(zero), ranges)):
+                    yield Problem(node, "batch size as value", *_depends(zero, roles))
+
+
+def _depends(relation: Any, roles: Roles) -> tuple[str, str]:
+    reason = f"what is computed depends on whether {_readable(relation, roles)}"
+    return f"{reason}, which counts padding", "compute the same for every size"
+
+
+def _holds(relation: Any, ranges: Ranges) -> bool:
+    """What is not known to hold is not taken to, but for comparisons of what is rounded."""
+    found = always(relation, ranges)
+    if found is not None:
+        return found
+    picks = relation.has(sympy.Eq, sympy.Ne) or any(
+        part.func.__name__ in ("Mod", "PythonMod") for part in relation.atoms(sympy.Function)
     )
-    return all(bool(expression.subs({**known, **point})) for point in points)
+    return not picks and holds_for_samples(relation, {})
 
 
 def _readable(expression: Any, roles: Roles) -> str:

@@ -8,7 +8,6 @@ padding.
 
 import dataclasses
 import inspect
-import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -17,11 +16,11 @@ from torch import Tensor, fx
 
 from . import _compat
 from .pad_flow import Problem
+from .relations import NO_BOUNDS, always, holds_for_samples, ranges_of
 from .roles import Roles
 from .rows import Trace
 
 _REQUESTS, _TOKENS = sympy.symbols("requests tokens", integer=True, positive=True)
-_SAMPLES = (*range(2, 20), 31, 32, 33, 64, 100, 255, 256, 1000, 4096)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,21 +191,21 @@ def _assumptions(
             hint = _compat.size_hint(size)
             if hint is not None:
                 hints.setdefault(roles.size(size), hint)
+    ranges = ranges_of(roles, NO_BOUNDS)
     for guard, file, line, code in _compat.size_assumptions(trace.gm):
         relation: Any = sympy.sympify(guard).xreplace(dict(roles.same))
         grown: set[Any] = relation.free_symbols & roles.symbols
-        if grown and not _always(relation, grown, hints):
+        if grown and not _always(relation, grown, hints, ranges):
             yield relation, grown, (file, line, code)
 
 
-def _always(relation: Any, grown: set[Any], hints: Mapping[Any, int]) -> bool:
-    """A relation holds for every size of the batch, as far as many samples tell."""
+def _always(
+    relation: Any, grown: set[Any], hints: Mapping[Any, int], ranges: Mapping[Any, Any]
+) -> bool:
+    """A relation holds for every size of the batch; of what is rounded, samples tell."""
     known = {symbol: hints.get(symbol, 2) for symbol in relation.free_symbols - grown}
-    samples = _SAMPLES if len(grown) == 1 else _SAMPLES[::4]
-    return all(
-        _hold((relation,), {**known, **dict(zip(grown, values, strict=True))})
-        for values in itertools.product(samples, repeat=len(grown))
-    )
+    found = always(relation.subs(known), ranges)
+    return holds_for_samples(relation, known) if found is None else found
 
 
 def _readable(relation: Any, roles: Roles) -> str:

@@ -7,6 +7,7 @@ CUDA graph over its buffers.
 
 import bisect
 import contextlib
+import dataclasses
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +26,8 @@ from .inputs import Batch, Batched, Static
 from .kind import Kind, Shape, symbolic_shape
 from .options import Options
 from .output_plan import OutputPlan, check_outputs
+from .proofs import Observed, Proofs, is_of
+from .prove_graph import NotProven, cannot_be_padded
 from .replay import Replay, Replays, Served
 from .stats import Stats
 from .survey import Survey, Surveyor
@@ -95,6 +98,7 @@ class CompiledStep:
         self._stats = Stats()
         self._surveyor = Surveyor()
         self._inputs = InputPlan(fn, self._signature, inputs, options, self._stats, self._surveyor)
+        self._proofs = Proofs(fn, self._inputs, self._buffers_of)
         # a backend of its own keeps the static code apart from the symbolic one in Dynamo's cache
         self._symbolic = torch.compile(fn, backend=self._backend, fullgraph=True, dynamic=False)
         self._static = torch.compile(
@@ -104,7 +108,7 @@ class CompiledStep:
         self._artifacts: list[Artifact] = []
         self._frozen: list[FrozenWeights] = []
         self._planned: set[Any] = set()
-        self._observing: tuple[Batch, Kind, Mapping[str, Tensor]] | None = None
+        self._observing: Observed | None = None
         self._observed: list[_Observation] = []
         self._kinds: dict[Any, Kind] = {}
         self._graphs: GraphTable | None = None
@@ -143,22 +147,69 @@ class CompiledStep:
                 return self._fn(*args, **kwargs)
             bound = self._bind(args, kwargs)
             variant, surveys = self._inputs.settle(bound)
-            if not variant.pads or not variant.sizes:
-                return self._run_unpadded(bound)
-            batch, kind = self._read(bound, variant, surveys)
-            if not _fits(batch, variant, self._options.next_n):
-                return self._run_unpadded(bound)
-            size = self._size_of(batch, kind)
-            if size is None and not _fits_exactly(batch, variant):
-                return self._run_unpadded(bound)
-            if batch.requests == batch.tokens == 0:
-                empty = self._plan(batch, kind).empty()
-                if empty is not None:
-                    return empty
-            self._stats.calls[size] += 1
-            if size is None:
-                return self._run_exact(batch, kind)
-            return self._run_padded(batch, kind, self._shape_of(size, kind), size)
+            try:
+                return self._serve_as(variant, bound, surveys)
+            except NotProven as error:
+                again = self._look_again(error, variant, bound, surveys)
+                if again is None:
+                    return self._serve_unproven(error, variant, bound)
+            try:
+                return self._serve_as(again, bound, surveys)
+            except NotProven as error:
+                return self._serve_unproven(error, again, bound)
+
+    def _look_again(
+        self,
+        error: NotProven,
+        variant: Variant,
+        bound: inspect.BoundArguments,
+        surveys: Mapping[str, Survey],
+    ) -> Variant | None:
+        return self._inputs.look_again(variant, bound, surveys) if error.of_graph else None
+
+    def _serve_unproven(
+        self, error: NotProven, variant: Variant, bound: inspect.BoundArguments
+    ) -> Any:
+        """Run a batch as it is whose graph is not proven, and say why."""
+        if self._options.strict:
+            self._inputs.report(variant, error.findings, padded=False)
+        # what is wrong with the call itself, the step says first
+        outputs = self._run_unpadded(bound)
+        self._inputs.report(variant, error.findings, padded=False)
+        return outputs
+
+    def _serve_as(
+        self, variant: Variant, bound: inspect.BoundArguments, surveys: Mapping[str, Survey]
+    ) -> Any:
+        """Serve a call by what is known of it.
+
+        Raises:
+            NotProven: nothing has run, and the batch is to run as it is
+        """
+        if not variant.pads or not variant.sizes:
+            return self._run_unpadded(bound)
+        batch, kind = self._read(bound, variant, surveys)
+        if not _fits(batch, variant, self._options.next_n):
+            return self._run_unpadded(bound)
+        if not kind.serves(batch.requests, batch.tokens):
+            if kind.against and self._options.strict:
+                raise NotProven(kind.against)
+            return self._run_unpadded(bound)
+        size = self._size_of(batch, kind)
+        if size is None and not _fits_exactly(batch, variant):
+            return self._run_unpadded(bound)
+        if batch.requests == batch.tokens == 0:
+            empty = self._plan(batch, kind).empty()
+            if empty is not None:
+                for proof in list(kind.proofs.values())[:1]:
+                    self._proofs.check_corner(batch, kind, proof)
+                return empty
+        if size is None:
+            return self._run_exact(batch, kind)
+        shape = self._shape_of(size, kind)
+        if shape in kind.not_padded_to and not is_of(batch, shape):
+            return self._run_unpadded(bound)
+        return self._run_padded(batch, kind, shape, size)
 
     def _enter(self) -> None:
         if not self._busy.acquire(blocking=False):
@@ -193,16 +244,55 @@ class CompiledStep:
                         f"say what grows, got {_shapes(bound)}"
                     )
                 return
-            if not variant.sizes:
-                return
-            batch, kind = self._read(bound, variant, surveys)
-            self._plan(batch, kind)
-            with frozen_gc():
-                for size in reversed(kind.variant.sizes):
-                    shape = self._shape_of(size, kind)
+            for _ in range(2):
+                try:
+                    self._warm_up_as(variant, bound, surveys)
+                    return
+                except NotProven as error:
+                    again = self._look_again(error, variant, bound, surveys)
+                    if again is None:
+                        self._inputs.report(variant, error.findings, padded=False)
+                        return
+                    variant = again
+
+    def _warm_up_as(
+        self, variant: Variant, bound: inspect.BoundArguments, surveys: Mapping[str, Survey]
+    ) -> None:
+        if not variant.pads or not variant.sizes:
+            return
+        batch, kind = self._read(bound, variant, surveys)
+        if kind.against:
+            return
+        self._plan(batch, kind)
+        with frozen_gc():
+            for size in reversed(kind.variant.sizes):
+                shape = self._shape_of(size, kind)
+                try:
                     if self._graph(batch, kind, shape) is None:
                         self._buffers_of(batch, kind, shape).blank()
-                        self._run(batch, kind, shape)
+                        self._run(batch, kind, shape, blank=True)
+                except NotProven as error:
+                    if error.of_graph:
+                        raise
+                    self._inputs.report(variant, error.findings, padded=False)
+        self._look_at_one(batch, kind)
+
+    def _look_at_one(self, batch: Batch, kind: Kind) -> None:
+        """Find out whether batches of one request are padded, before one comes."""
+        next_n = self._options.next_n
+        shape = self._shape_of(kind.variant.sizes[-1], kind)
+        for tokens in dict.fromkeys((next_n, 1)):
+            inputs = {}
+            for name, value in self._buffers_of(batch, kind, shape).tensors.items():
+                spec = batch.specs[name]
+                inputs[name] = value.narrow(spec.dim, 0, spec.length(1, tokens)).contiguous()
+            one = dataclasses.replace(batch, batched=inputs, requests=1, tokens=tokens)
+            proof = kind.proofs.get(shape)
+            if proof is not None and _fits(one, kind.variant, next_n):
+                try:
+                    self._proofs.check_corner(one, kind, proof)
+                except NotProven as error:
+                    self._inputs.report(kind.variant, error.findings, padded=False)
 
     def buffers(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Where the batched inputs of a call are read: written there, they need no copy.
@@ -223,6 +313,8 @@ class CompiledStep:
             if not variant.pads or not variant.sizes:
                 raise ValueError("buffers need a step that is padded, see stats().findings")
             batch, kind = self._read(bound, variant, surveys)
+            if kind.against:
+                raise ValueError("buffers need a step that is padded, see stats().findings")
             size = self._size_of(batch, kind)
             if size is None:
                 raise ValueError(
@@ -309,24 +401,25 @@ class CompiledStep:
 
     def _run_padded(self, batch: Batch, kind: Kind, shape: Shape, size: int | None = None) -> Any:
         padding = shape.tokens - batch.tokens
-        self._stats.tokens += batch.tokens
-        self._stats.padded_tokens += padding
         captures = self._stats.captures
         graph = self._graph(batch, kind, shape)
+        if (proof := kind.proofs.get(shape)) is not None:
+            self._proofs.check_served(proof, batch, kind, shape)
         buffers = self._buffers_of(batch, kind, shape)
         values = list(batch.batched.values())
         if graph is None and kind.plan is None and shape.code == "symbolic":
             # the first batch itself shows how outputs follow it
-            self._stats.eager_calls += 1
             buffers.fill(values, batch.requests, batch.tokens)
             outputs = self._learn(batch, kind, shape)
+            self._count(batch, padding, size, "eager_calls")
             return self._plan(batch, kind).cut(outputs, batch.requests, batch.tokens)
         plan = self._plan(batch, kind)
         buffers.fill(values, batch.requests, batch.tokens)
         if graph is None:
-            self._stats.eager_calls += 1
-            return plan.cut(self._run(batch, kind, shape), batch.requests, batch.tokens)
-        self._stats.replays += 1
+            outputs = self._run(batch, kind, shape)
+            self._count(batch, padding, size, "eager_calls")
+            return plan.cut(outputs, batch.requests, batch.tokens)
+        self._count(batch, padding, size, "replays")
         results = graph.replay()
         outputs = plan.cut(results, batch.requests, batch.tokens)
         # a graph that was recorded just now may have moved, and counts as such
@@ -338,6 +431,12 @@ class CompiledStep:
             self._replays.keep(batch, served)
         return outputs
 
+    def _count(self, batch: Batch, padding: int, size: int | None, how: str) -> None:
+        self._stats.calls[size] += 1
+        self._stats.tokens += batch.tokens
+        self._stats.padded_tokens += padding
+        setattr(self._stats, how, getattr(self._stats, how) + 1)
+
     def _run_exact(self, batch: Batch, kind: Kind) -> Any:
         """Run a batch above the largest size, without graph; such sizes are many and not kept."""
         shape = symbolic_shape(batch.requests, batch.tokens)._replace(code="exact")
@@ -346,6 +445,7 @@ class CompiledStep:
         finally:
             kind.buffers.pop(shape, None)
             kind.direct.pop(shape, None)
+            kind.proofs.pop(shape, None)
 
     def _plan(self, batch: Batch, kind: Kind) -> OutputPlan:
         """How outputs follow the batch; learnt from a run of padding if need be."""
@@ -354,13 +454,13 @@ class CompiledStep:
             size = kind.variant.symbolic_size(size, self._options.next_n)
             shape = symbolic_shape(size, size * self._options.next_n)
             self._buffers_of(batch, kind, shape).blank()
-            self._learn(batch, kind, shape)
+            self._learn(batch, kind, shape, blank=True)
         assert kind.plan is not None
         return kind.plan
 
-    def _learn(self, batch: Batch, kind: Kind, shape: Shape) -> Any:
+    def _learn(self, batch: Batch, kind: Kind, shape: Shape, *, blank: bool = False) -> Any:
         """Run symbolic code over the buffers of a shape and read the plan off it."""
-        outputs, (artifact, given, results) = self._run_observed(batch, kind, shape)
+        outputs, (artifact, given, results) = self._run_observed(batch, kind, shape, blank)
         buffers = self._buffers_of(batch, kind, shape).tensors
         kind.plan = OutputPlan.learn(
             artifact.sizes,
@@ -392,7 +492,7 @@ class CompiledStep:
             (kind, shape),
             f"for {shape.requests} requests of {shape.tokens} tokens",
             kind.moves,
-            lambda: self._run(batch, kind, shape),
+            lambda: self._run(batch, kind, shape, blank=True),
             size=shape.requests,
             # warm-up and recording run on padding: no cache or state may move on
             before=self._buffers_of(batch, kind, shape).blank,
@@ -410,27 +510,34 @@ class CompiledStep:
             )
         return kind.buffers[shape]
 
-    def _run(self, batch: Batch, kind: Kind, shape: Shape) -> Any:
+    def _run(self, batch: Batch, kind: Kind, shape: Shape, *, blank: bool = False) -> Any:
         """Run compiled code over the buffers of a shape, past Dynamo once it has run there."""
         direct = kind.direct.get(shape)
         if direct is not None:
             return direct()
-        outputs, (artifact, given, results) = self._run_observed(batch, kind, shape)
+        outputs, (artifact, given, results) = self._run_observed(batch, kind, shape, blank)
         direct = DirectCall.learn(artifact.run, given, results, outputs)
         if direct is not None:
             kind.direct[shape] = direct
         return outputs
 
-    def _run_observed(self, batch: Batch, kind: Kind, shape: Shape) -> tuple[Any, _Observation]:
+    def _run_observed(
+        self, batch: Batch, kind: Kind, shape: Shape, blank: bool
+    ) -> tuple[Any, _Observation]:
         """Run through Dynamo; also what the graph was given and what it gave."""
         buffers = self._buffers_of(batch, kind, shape).tensors
         compiled = self._static if shape.code == "static" else self._symbolic
         key = (kind, shape if shape.code == "static" else None)
-        self._observing = batch, kind, buffers
+        self._observing = Observed(batch, kind, shape, buffers, blank)
         try:
             outputs = self._call(compiled, batch.with_inputs(buffers), key)
             _refuse_stored(self._observed[-1], outputs)
             return outputs, self._observed[-1]
+        except (_compat.FakeRunError, _compat.FixedSizeError) as error:
+            if kind.variant.declared:
+                raise
+            kind.against = (cannot_be_padded(error),)
+            raise NotProven(kind.against, of_graph=True) from error
         finally:
             self._observing = None
             self._observed.clear()
@@ -445,13 +552,19 @@ class CompiledStep:
         return outputs
 
     def _backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        observed = self._observing
+        assert observed is not None
+        proofs = self._proofs.of_graph(gm, example_inputs, observed)
+        # what is not proven need not be compiled
+        self._proofs.require(proofs, observed)
         artifact = build(gm, example_inputs, self._options)
         self._keep(artifact)
 
         def run(*args: Any) -> Any:
             if self._observing is None:
                 return artifact.run(*args)
-            batch, kind, buffers = self._observing
+            batch, kind, _, buffers, _ = self._observing
+            self._proofs.require(proofs, self._observing)
             # whatever is wrong with the step is said before it writes to a cache
             _refuse_written(artifact, args, buffers)
             check_outputs(
