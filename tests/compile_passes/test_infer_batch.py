@@ -17,7 +17,7 @@ from mtpgraph.example.model import Model
 from mtpgraph.ops import declare as declare_module
 from tests.helpers import assert_same_bits
 
-from .support import INPUTS, Stream, copy_pools, hybrid_step, make_pools, trace
+from .support import INPUTS, Stream, copy_pools, hybrid_step, make_pools, recurrent_layer, trace
 
 
 def infer(fn: Callable[..., Any], *args: Any, **given: Any) -> Inferred:
@@ -78,7 +78,7 @@ def test_infer_batch_says_what_each_row_was_inferred_from():
     assert rows.keys() == INPUTS.keys() - {"pools"}
     assert rows["seq_lens"].because == "mtpgraph::flatten_decode(seq_lens)"
     assert rows["state_indices"].because == "mtpgraph::reset_states_(state_indices)"
-    source, first = inspect.getsourcelines(hybrid_step)
+    source, first = inspect.getsourcelines(recurrent_layer)
     code = source[rows["state_indices"].line - first].strip()
     assert code.startswith("ops.reset_states_(")
     assert rows["state_indices"].file.endswith("support.py")
