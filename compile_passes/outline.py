@@ -6,6 +6,7 @@ beside the graph that is to serve it.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -219,9 +220,9 @@ def _equal(here: Any, there: Any, counts: Mapping[Any, int]) -> bool:
     if not free <= {REQUESTS, TOKENS}:
         # a size that only the data can tell
         return not (first.is_number or second.is_number)
-    return bool(free) and all(
-        first.subs(dict.fromkeys(free, n)) == second.subs(dict.fromkeys(free, n)) for n in _TRIED
-    )
+    samples = itertools.product(_TRIED, repeat=len(free))
+    sized = (dict(zip(free, sample, strict=True)) for sample in samples)
+    return bool(free) and all(first.subs(sizes) == second.subs(sizes) for sizes in sized)
 
 
 def _difference(here: _Step, there: _Step) -> Difference:
