@@ -197,6 +197,18 @@ def _copy_queries(token, group, queries, smem, full, heads, dims, rope_dims):
     async_copy.mbarrier_arrive(full, increment_count=False)
 
 
+@gluon.jit
+def _start_item(item, batch, table, lanes, BLOCK_SIZE: gl.constexpr, SCAN: gl.constexpr):
+    """What an item is of, the blocks of its first tile, and the indices of its second: the indices
+    are two tiles ahead of the copies, the blocks one."""
+    group, _part, token, request, first, end = _item(item, batch, SCAN)
+    topk_row, table_row = _rows(token, request, batch, table)
+    index = _load_index(topk_row, batch[0][2], first + lanes, end)
+    block, offset = _load_block(index, table_row, table, BLOCK_SIZE)
+    index = _load_index(topk_row, batch[0][2], first + 64 + lanes, end)
+    return group, token, first, end, topk_row, table_row, index, block, offset
+
+
 # fmt: off
 @gluon.jit
 def _copy_keys(
@@ -215,12 +227,9 @@ def _copy_keys(
     tile = 0
     q_phase = 1
     while item < items:
-        group, _part, token, request, first, end = _item(item, batch, SCAN)
-        topk_row, table_row = _rows(token, request, batch, table)
-        # The indices are two tiles ahead of the copies, the blocks one.
-        index = _load_index(topk_row, batch[0][2], first + lanes, end)
-        block, offset = _load_block(index, table_row, table, BLOCK_SIZE)
-        index = _load_index(topk_row, batch[0][2], first + 64 + lanes, end)
+        group, token, first, end, topk_row, table_row, index, block, offset = _start_item(
+            item, batch, table, lanes, BLOCK_SIZE, SCAN
+        )
         for start in range(first, end, 64):
             keys, valid = _places(block, offset, cache)
             keys = gl.expand_dims(keys, 1)
@@ -267,11 +276,9 @@ def _copy_fp8(
     tile = 0
     q_phase = 1
     while item < items:
-        group, _part, token, request, first, end = _item(item, batch, SCAN)
-        topk_row, table_row = _rows(token, request, batch, table)
-        index = _load_index(topk_row, batch[0][2], first + lanes, end)
-        block, offset = _load_block(index, table_row, table, BLOCK_SIZE)
-        index = _load_index(topk_row, batch[0][2], first + 64 + lanes, end)
+        group, token, first, end, topk_row, table_row, index, block, offset = _start_item(
+            item, batch, table, lanes, BLOCK_SIZE, SCAN
+        )
         keys, valid = _places(block, offset, cache)
         codes0, scales0 = _load_codes(keys, valid, 0, words)
         codes1, scales1 = _load_codes(keys, valid, 1, words)
