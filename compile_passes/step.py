@@ -147,25 +147,25 @@ class CompiledStep:
                 return self._fn(*args, **kwargs)
             bound = self._bind(args, kwargs)
             variant, surveys = self._inputs.settle(bound)
-            try:
-                return self._serve_as(variant, bound, surveys)
-            except NotProven as error:
-                again = self._look_again(error, variant, bound, surveys)
-                if again is None:
-                    return self._serve_unproven(error, variant, bound)
-            try:
-                return self._serve_as(again, bound, surveys)
-            except NotProven as error:
-                return self._serve_unproven(error, again, bound)
+            return self._serve_proven(self._serve_as, self._serve_unproven, variant, bound, surveys)
 
-    def _look_again(
+    def _serve_proven(
         self,
-        error: NotProven,
+        serve: Callable[[Variant, inspect.BoundArguments, Mapping[str, Survey]], Any],
+        unproven: Callable[[NotProven, Variant, inspect.BoundArguments], Any],
         variant: Variant,
         bound: inspect.BoundArguments,
         surveys: Mapping[str, Survey],
-    ) -> Variant | None:
-        return self._inputs.look_again(variant, bound, surveys) if error.of_graph else None
+    ) -> Any:
+        """``serve`` a call by its variant, or by what a second look finds; else ``unproven``."""
+        try:
+            return serve(variant, bound, surveys)
+        except NotProven as error:
+            again = self._inputs.look_again(variant, bound, surveys) if error.of_graph else None
+            if again is None:
+                return unproven(error, variant, bound)
+        # of what a second look found there is no third
+        return self._serve_proven(serve, unproven, again, bound, surveys)
 
     def _serve_unproven(
         self, error: NotProven, variant: Variant, bound: inspect.BoundArguments
@@ -244,16 +244,11 @@ class CompiledStep:
                         f"say what grows, got {_shapes(bound)}"
                     )
                 return
-            for _ in range(2):
-                try:
-                    self._warm_up_as(variant, bound, surveys)
-                    return
-                except NotProven as error:
-                    again = self._look_again(error, variant, bound, surveys)
-                    if again is None:
-                        self._inputs.report(variant, error.findings, padded=False)
-                        return
-                    variant = again
+
+            def unproven(error: NotProven, variant: Variant, _: Any) -> None:
+                self._inputs.report(variant, error.findings, padded=False)
+
+            self._serve_proven(self._warm_up_as, unproven, variant, bound, surveys)
 
     def _warm_up_as(
         self, variant: Variant, bound: inspect.BoundArguments, surveys: Mapping[str, Survey]
@@ -310,11 +305,10 @@ class CompiledStep:
         with self._alone(), torch.no_grad():
             bound = self._bind(args, kwargs)
             variant, surveys = self._inputs.settle(bound)
-            if not variant.pads or not variant.sizes:
+            read = self._read(bound, variant, surveys) if variant.pads and variant.sizes else None
+            if read is None or read[1].against:
                 raise ValueError("buffers need a step that is padded, see stats().findings")
-            batch, kind = self._read(bound, variant, surveys)
-            if kind.against:
-                raise ValueError("buffers need a step that is padded, see stats().findings")
+            batch, kind = read
             size = self._size_of(batch, kind)
             if size is None:
                 raise ValueError(
@@ -336,9 +330,7 @@ class CompiledStep:
 
     def _replay(self, replay: Replay, args: Sequence[Any]) -> Any:
         served = replay.served
-        self._stats.calls[served.size] += 1
-        self._stats.tokens += served.tokens
-        self._stats.padded_tokens += served.padding
+        self._count(served.size, served.tokens, served.padding)
         self._stats.replays += 1
         return replay.run(args)
 
@@ -411,15 +403,18 @@ class CompiledStep:
             # the first batch itself shows how outputs follow it
             buffers.fill(values, batch.requests, batch.tokens)
             outputs = self._learn(batch, kind, shape)
-            self._count(batch, padding, size, "eager_calls")
+            self._count(size, batch.tokens, padding)
+            self._stats.eager_calls += 1
             return self._plan(batch, kind).cut(outputs, batch.requests, batch.tokens)
         plan = self._plan(batch, kind)
         buffers.fill(values, batch.requests, batch.tokens)
         if graph is None:
             outputs = self._run(batch, kind, shape)
-            self._count(batch, padding, size, "eager_calls")
+            self._count(size, batch.tokens, padding)
+            self._stats.eager_calls += 1
             return plan.cut(outputs, batch.requests, batch.tokens)
-        self._count(batch, padding, size, "replays")
+        self._count(size, batch.tokens, padding)
+        self._stats.replays += 1
         results = graph.replay()
         outputs = plan.cut(results, batch.requests, batch.tokens)
         # a graph that was recorded just now may have moved, and counts as such
@@ -431,11 +426,10 @@ class CompiledStep:
             self._replays.keep(batch, served)
         return outputs
 
-    def _count(self, batch: Batch, padding: int, size: int | None, how: str) -> None:
+    def _count(self, size: int | None, tokens: int, padding: int) -> None:
         self._stats.calls[size] += 1
-        self._stats.tokens += batch.tokens
+        self._stats.tokens += tokens
         self._stats.padded_tokens += padding
-        setattr(self._stats, how, getattr(self._stats, how) + 1)
 
     def _run_exact(self, batch: Batch, kind: Kind) -> Any:
         """Run a batch above the largest size, without graph; such sizes are many and not kept."""
