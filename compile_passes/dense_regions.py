@@ -81,10 +81,10 @@ class Region:
     @property
     def product(self) -> fx.Node:
         """The first matrix product in it: the line to name when something is said about it."""
-        return next(node for node in self.nodes if name_called(node) in PRODUCTS)
+        return next(node for node in self.nodes if name_in_torch(node) in PRODUCTS)
 
 
-def name_called(node: fx.Node) -> str:
+def name_in_torch(node: fx.Node) -> str:
     """The plain name of the function or method of torch that a node calls; empty for any other."""
     if node.op == "call_method":
         return str(node.target)
@@ -113,7 +113,7 @@ def find_regions(
     if _compat.is_autocast() or any(_enters_autocast(node) for node in graph.nodes):
         # a call would compute in another dtype inside of the region than outside
         for node in graph.nodes:
-            if name_called(node) in PRODUCTS:
+            if name_in_torch(node) in PRODUCTS:
                 note(node, "engine fallback", "tensorrt", "autocast decides on its dtype")
         return []
     order = {node: place for place, node in enumerate(graph.nodes)}
@@ -207,7 +207,7 @@ class _Growing:
 def is_look(node: fx.Node) -> bool:
     """A dense call whose result is memory of what it was given."""
     return is_view(node) or (
-        name_called(node) in _SAME_IF_CAST and storages(node) <= storages(node.args[0])
+        name_in_torch(node) in _SAME_IF_CAST and storages(node) <= storages(node.args[0])
     )
 
 
@@ -220,7 +220,7 @@ def _is_worth_it(nodes: Collection[fx.Node]) -> bool:
         # what nothing asks for, an engine could not give
         return False
     computing = [node for node in nodes if not is_look(node)]
-    return len(computing) >= _MIN_CALLS and any(name_called(n) in PRODUCTS for n in computing)
+    return len(computing) >= _MIN_CALLS and any(name_in_torch(n) in PRODUCTS for n in computing)
 
 
 def _is_fence(node: fx.Node) -> bool:
@@ -243,11 +243,11 @@ def _is_value(node: fx.Node) -> bool:
 
 def _is_table(node: fx.Node) -> bool:
     """Numbers that are the same in every call, such as the frequencies of a rotary embedding."""
-    return name_called(node) in _TABLES and not node.all_input_nodes
+    return name_in_torch(node) in _TABLES and not node.all_input_nodes
 
 
 def _is_dense(node: fx.Node, fixed: Collection[fx.Node]) -> bool:
-    name = name_called(node)
+    name = name_in_torch(node)
     if name not in _DENSE or not is_pure(node) or not _arguments_fit(node, name):
         return False
     if UNKNOWN in storages(node) | storages((node.args, node.kwargs)):

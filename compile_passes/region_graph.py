@@ -9,7 +9,15 @@ from torch import Tensor, fx, nn
 
 from . import _compat
 from ._nodes import tensor_of
-from .dense_regions import CONCATENATIONS, VIEWS, Region, free_size, is_empty, is_look, name_called
+from .dense_regions import (
+    CONCATENATIONS,
+    VIEWS,
+    Region,
+    free_size,
+    is_empty,
+    is_look,
+    name_in_torch,
+)
 
 
 @dataclasses.dataclass
@@ -230,7 +238,7 @@ def _is_made_inside(node: fx.Node, weights: dict[fx.Node, Tensor]) -> bool:
 def _is_plain_view(node: fx.Node) -> bool:
     """A view of a tensor, of its dtype, with the same sizes in every call but for the batch."""
     given = node.all_input_nodes
-    if name_called(node) not in VIEWS or not is_look(node) or len(given) != 1:
+    if name_in_torch(node) not in VIEWS or not is_look(node) or len(given) != 1:
         return False
     return node.args[0] is given[0] and not any(isinstance(a, torch.dtype) for a in node.args)
 
@@ -241,7 +249,7 @@ def _is_contiguous(tensor: Tensor) -> bool:
 
 def _copy(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node]) -> fx.Node:
     """A call, with what an engine cannot have left out: empty tensors, and sizes as inputs."""
-    name = name_called(node)
+    name = name_in_torch(node)
     if name in CONCATENATIONS:
         args = [_without_empty(arg) for arg in node.args]
         kwargs = {key: _without_empty(arg) for key, arg in node.kwargs.items()}
@@ -263,8 +271,8 @@ def _copy(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node]) -> fx.Nod
 def _piece(node: fx.Node) -> tuple[fx.Node, int, int, int] | None:
     """Of one of the tensors of a ``split``, what was split, and the part of it: dimension, start
     and length. The others may be empty."""
-    split: Any = node.args[0] if name_called(node) == "getitem" else None
-    if not isinstance(split, fx.Node) or name_called(split) != "split" or not split.args:
+    split: Any = node.args[0] if name_in_torch(node) == "getitem" else None
+    if not isinstance(split, fx.Node) or name_in_torch(split) != "split" or not split.args:
         return None
     given: dict[str, Any] = dict(zip(("tensor", "sizes", "dim"), split.args, strict=False))
     given |= split.kwargs

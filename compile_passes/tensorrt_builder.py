@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from . import _compat
 from ._nodes import tensor_of
-from .dense_regions import PRODUCTS, name_called
+from .dense_regions import PRODUCTS, name_in_torch
 from .engine_input import EngineInput
 
 
@@ -250,7 +250,7 @@ def _number(name: str) -> int:
 
 
 def _multiplies_float32(gm: fx.GraphModule) -> bool:
-    products = [tensor_of(node) for node in gm.graph.nodes if name_called(node) in PRODUCTS]
+    products = [tensor_of(node) for node in gm.graph.nodes if name_in_torch(node) in PRODUCTS]
     return any(product is not None and product.dtype == torch.float32 for product in products)
 
 

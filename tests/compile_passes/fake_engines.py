@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from mtpgraph.compile_passes import tensorrt
-from mtpgraph.compile_passes.dense_regions import VIEWS, name_called
+from mtpgraph.compile_passes.dense_regions import VIEWS, name_in_torch
 from mtpgraph.compile_passes.engine_input import EngineInput
 from mtpgraph.compile_passes.tensorrt_builder import export_region
 
@@ -50,7 +50,7 @@ class FakeBuilder:
         """What each region calls, views left out."""
         found = []
         for gm in self.graphs:
-            names = map(name_called, gm.graph.nodes)
+            names = map(name_in_torch, gm.graph.nodes)
             found.append(
                 [name for name in names if name and name not in {*VIEWS, "narrow"} - {"reshape"}]
             )
