@@ -52,6 +52,16 @@ def make_step(value: Callable[..., Any]) -> Callable[..., Any]:
     return step
 
 
+class MixesOnDemand(nn.Module):
+    """Another graph from when its attribute is set."""
+
+    mixes = False
+
+    def forward(self, x: Tensor, q: Tensor, s: Tensor) -> Tensor:
+        x = with_lens(x, q, s)
+        return x - x.mean(0) if self.mixes else x  # here
+
+
 def compile_step(step: Any, **options: Any) -> mtpgraph.CompiledStep:
     return mtpgraph.compile(step, **{"sizes": [2, 4, 8], "next_n": 3, "engine": "eager", **options})
 
@@ -343,14 +353,7 @@ def test_tensors_in_a_list_may_be_others(what: str):
 
 @_NOT_PADDED
 def test_an_attribute_that_is_set_between_calls_is_another_graph():
-    class Module(nn.Module):
-        mixes = False
-
-        def forward(self, x: Tensor, q: Tensor, s: Tensor) -> Tensor:
-            x = with_lens(x, q, s)
-            return x - x.mean(0) if self.mixes else x  # here
-
-    module = Module()
+    module = MixesOnDemand()
     compiled = compile_step(module)
     assert_like_eager(compiled, module, batch_of(1, 2, 1), batch_of(1, 1))
     module.mixes = True
@@ -441,14 +444,7 @@ def test_static_code_is_laid_beside_the_code_that_is_proven():
 
 @_NOT_PADDED
 def test_static_code_that_is_other_code_serves_only_what_fills_it():
-    class Module(nn.Module):
-        mixes = False
-
-        def forward(self, x: Tensor, q: Tensor, s: Tensor) -> Tensor:
-            x = with_lens(x, q, s)
-            return x - x.mean(0) if self.mixes else x
-
-    module = Module()
+    module = MixesOnDemand()
     compiled = compile_step(module, sizes=[2, 4], specialize=[2], next_n=2)
     assert_like_eager(compiled, module, batch_of(1, 2, 1))
     module.mixes = True
