@@ -73,16 +73,20 @@ SHORT_WIDTH = 16384
 SHORTEST_BLOCK = 4096
 LONGEST_BLOCK = 16384
 MAX_REGISTERS = 64
-# The filter: the share of a block that it aims to leave, keys that a program reads at a time,
-# programs for each multiprocessor, the most slices of a row, and the keys of a sample: so many that
-# about SAMPLED lie from the bound on.
-FILLED = 0.6
+# The filter: keys that a program reads at a time, programs for each multiprocessor, the most slices
+# of a row, and the keys of a sample, more than LONG_SAMPLE only where no larger block helps.
 CHUNK = 4096
 PROGRAMS_PER_SM = 4
+FILTER_REGISTERS = 64
 MAX_SLICES = 128
-SAMPLED = 20
 SHORTEST_SAMPLE = 1024
+LONG_SAMPLE = 2048
 LONGEST_SAMPLE = 8192
+# How much more than its aim it may leave, the least it aims at for each key that is wanted, and how
+# many deviations of the sample lie between the aim and too few keys.
+EXCESS = 1.17
+LEAST_AIM = 1.5
+SAFETY = 5.0
 # Whether the second launch may begin before the first has ended, and wait for it on the card.
 OVERLAP = True
 
@@ -92,30 +96,37 @@ class Plan(NamedTuple):
 
     block: int  # what a program selects from: a row, or what the filter leaves of it
     large_block: int  # what it can hold in a pinch
-    chunk: int  # 0: no filter
-    slice: int
-    sample: int
+    chunk: int = 0  # 0: no filter
+    slice: int = 0
+    aim: int = 0  # that the filter leaves of a row, any number
+    sample: int = 0
 
 
 def plan(num_tokens: int, width: int, topk: int, sms: int) -> Plan | None:
     """None where no program can hold enough keys for ``topk`` of them."""
     power_of_2 = triton.next_power_of_2
-    block = min(max(power_of_2(4 * topk), SHORTEST_BLOCK), LONGEST_BLOCK)
-    if width <= max(block, SHORT_WIDTH):
+    if width <= SHORT_WIDTH:
         block = power_of_2(max(width, 128))
-        return Plan(block, block, 0, 0, 0)
-    if 4 * topk > LONGEST_BLOCK:
-        return None
+        return Plan(block, block)
     keys = max(num_tokens * width / (PROGRAMS_PER_SM * sms), width / MAX_SLICES)
+    slice_ = CHUNK * power_of_2(math.ceil(keys / CHUNK))
+    block, sample = SHORTEST_BLOCK // 2, width
+    while sample > LONG_SAMPLE and block < LONGEST_BLOCK:
+        block *= 2
+        # What is left of a slice takes a multiple of 32.
+        aim = int((block - 16 * triton.cdiv(width, slice_)) / EXCESS)
+        spare = 1 - topk / max(aim, 1)
+        if aim >= LEAST_AIM * topk:
+            sample = power_of_2(math.ceil(width / aim * (SAFETY / spare) ** 2))
+    if aim < LEAST_AIM * topk:
+        return None
     return Plan(
         block=block,
         large_block=min(2 * block, LONGEST_BLOCK, MAX_GROUPS * 128 * warps_for(block)),
         chunk=CHUNK,
-        slice=CHUNK * power_of_2(math.ceil(keys / CHUNK)),
-        sample=min(
-            max(power_of_2(int(SAMPLED * width / (FILLED * block))), SHORTEST_SAMPLE),
-            LONGEST_SAMPLE,
-        ),
+        slice=slice_,
+        aim=aim,
+        sample=min(max(sample, SHORTEST_SAMPLE), LONGEST_SAMPLE),
     )
 
 
@@ -306,10 +317,13 @@ def indexer_topk_filter_kernel(
     VECTORS: tl.constexpr, AIM: tl.constexpr,
     BLOCK: tl.constexpr, SLICE: tl.constexpr, CAPACITY: tl.constexpr,
     GROUPS: tl.constexpr, SAMPLE_GROUPS: tl.constexpr, WARPS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    LATER: tl.constexpr, OVERLAP: tl.constexpr,
 ):
     # fmt: on
+    if LATER:
+        tl.extra.cuda.gdc_wait()
     if OVERLAP:
+        # Not before: the next kernel may read what the one before this wrote.
         tl.extra.cuda.gdc_launch_dependents()
     row = (tl.program_id(0) // num_slices).to(tl.int64)
     part = tl.program_id(0) % num_slices
@@ -318,24 +332,30 @@ def indexer_topk_filter_kernel(
     row_ptr = logits_ptr + row * row_stride
     begin = part * SLICE
     if (length > BLOCK) & (begin < length):
+        # Under way while the bound is found, as each chunk is while the one before it is ranked.
+        end = tl.minimum(begin + SLICE, length)
+        _, logits = load_block(row_ptr, column_stride, begin, end, VECTORS, GROUPS, WARPS)
         sample = draw(row_ptr, column_stride, length, SAMPLE_GROUPS, WARPS)
         pivot = tl.load(row_ptr).to(tl.float32)
         # How many of the sample lie from the bound on.
         aim = AIM * 128.0 * SAMPLE_GROUPS * WARPS / length.to(tl.float32)
-        fewest = tl.maximum((0.9 * aim).to(tl.int32), 1)
-        most = tl.maximum((1.3 * aim).to(tl.int32), fewest)
+        fewest = tl.maximum((0.95 * aim).to(tl.int32), 1)
+        most = tl.maximum((1.1 * aim).to(tl.int32), fewest)
         bound = find_bound(sample, pivot, fewest, most, WARPS)
         bound_value = value_of(bound)
 
         slot = row * num_slices + part
         left_ptr += slot * CAPACITY
         positions_ptr += slot * CAPACITY
-        end = tl.minimum(begin + SLICE, length)
+        CHUNK: tl.constexpr = 128 * GROUPS * WARPS
         count = length * 0
-        for first in range(begin, end, 128 * GROUPS * WARPS):
-            columns, logits = load_block(
-                row_ptr, column_stride, first, end, VECTORS, GROUPS, WARPS
-            )
+        for first in range(begin, end, CHUNK):
+            columns = first + places(GROUPS, WARPS)
+            next_logits = logits
+            if SLICE > CHUNK:
+                _, next_logits = load_block(
+                    row_ptr, column_stride, first + CHUNK, end, VECTORS, GROUPS, WARPS
+                )
             # NaN is never left: whoever chooses -inf or NaN looks at the row itself.
             kept = (columns < end) & (logits >= bound_value)
             before, ranked = rank(kept, GROUPS, WARPS)
@@ -344,6 +364,7 @@ def indexer_topk_filter_kernel(
             tl.store(left_ptr + target, logits, mask=kept)
             tl.store(positions_ptr + target, columns, mask=kept)
             count += ranked
+            logits = next_logits
         rest = count + tl.arange(0, 32)
         filled = tl.minimum((count + 31) // 32 * 32, CAPACITY)
         tl.store(left_ptr + rest, nan(), mask=rest < filled)
@@ -366,6 +387,8 @@ def indexer_topk_kernel(
     # fmt: on
     BLOCK: tl.constexpr = 128 * GROUPS * WARPS
     LARGE_BLOCK: tl.constexpr = 128 * LARGE_GROUPS * WARPS
+    if OVERLAP and not FILTERED:
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * row_stride
     out_row = out_ptr + row * topk
@@ -376,7 +399,7 @@ def indexer_topk_kernel(
         pivot = tl.load(row_ptr, mask=end > 0, other=0.0).to(tl.float32)
         columns, values = load_block(row_ptr, column_stride, 0, end, VECTORS, GROUPS, WARPS)
     length = tl.minimum(tl.maximum(length, 0), width)
-    if OVERLAP:
+    if OVERLAP and FILTERED:
         # All programs wait: nothing that comes after this kernel may run beside the first one.
         tl.extra.cuda.gdc_wait()
     hint = tl.full([], LEAST, tl.int32)
@@ -470,11 +493,14 @@ def launch(logits: Tensor, row_lens: Tensor, topk: int) -> Tensor:
     return largest_positions(logits, row_lens, topk, logits.shape[1])
 
 
-def largest_positions(logits: Tensor, row_lens: Tensor, topk: int, width: int) -> Tensor:
+def largest_positions(
+    logits: Tensor, row_lens: Tensor, topk: int, width: int, overlap: bool = False
+) -> Tensor:
     """The launches, which ``indexer_select`` shares: over the first ``width`` columns.
 
     Where ``width`` is at most ``topk``, no logit is read, and there need not be any; nor does it
-    matter what a row of at most ``topk`` keys holds.
+    matter what a row of at most ``topk`` keys holds. With ``overlap``, the kernel before this on
+    the stream, which makes all of them, need not have ended when the first launch begins.
     """
     num_tokens = row_lens.shape[0]
     out = torch.empty(num_tokens, topk, dtype=torch.int32, device=row_lens.device)
@@ -494,11 +520,11 @@ def largest_positions(logits: Tensor, row_lens: Tensor, topk: int, width: int) -
 
     left = positions = counts = bounds = None
     num_slices = capacity = 1
-    overlap = False
+    can_overlap = OVERLAP and not INTERPRETED and capability(out.device) >= 90
+    overlap = overlap and can_overlap
     if shape.chunk:
         num_slices = triton.cdiv(width, shape.slice)
         capacity = min(shape.slice, shape.large_block)
-        overlap = OVERLAP and not INTERPRETED and capability(out.device) >= 90
         left = logits.new_empty(num_tokens, num_slices, capacity)
         positions, counts, bounds = (
             row_lens.new_empty(num_tokens, *rest) for rest in [left.shape[1:], (num_slices,), ()]
@@ -508,11 +534,13 @@ def largest_positions(logits: Tensor, row_lens: Tensor, topk: int, width: int) -
             logits, row_lens, left, positions, counts, bounds,
             width, num_slices,
             logits.stride(0), logits.stride(1), row_lens.stride(0),
-            VECTORS=vectors, AIM=int(FILLED * shape.block),
+            VECTORS=vectors, AIM=shape.aim,
             BLOCK=shape.block, SLICE=shape.slice, CAPACITY=capacity,
             GROUPS=shape.chunk // (128 * warps), SAMPLE_GROUPS=shape.sample // (128 * warps),
-            WARPS=warps, OVERLAP=overlap, num_warps=warps, maxnreg=MAX_REGISTERS,
+            WARPS=warps, LATER=overlap, OVERLAP=can_overlap,
+            num_warps=warps, launch_pdl=overlap, maxnreg=FILTER_REGISTERS,
         )  # fmt: skip
+        overlap = can_overlap
     warps = warps_for(shape.block)
     registers = select_registers(num_tokens, warps, num_sms(out.device))
     indexer_topk_kernel[(num_tokens,)](

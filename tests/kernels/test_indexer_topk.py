@@ -80,7 +80,9 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
         "CHUNK": 128,
         "MAX_SLICES": 4,
         "SHORTEST_SAMPLE": 128,
+        "LONG_SAMPLE": 128,
         "LONGEST_SAMPLE": 256,
+        "SAFETY": 2.0,
     }.items():
         monkeypatch.setattr(indexer_topk, name, value)
 
@@ -126,12 +128,15 @@ def test_topk_of_each_width_equals_sort(width: int, topk: int, device: str) -> N
 
 
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("filled", [0.02, 0.2, 0.6, 1.0, 1.4, 5.0])
+@pytest.mark.parametrize("share", [0.02, 0.2, 0.6, 1.0, 1.4, 5.0])
 def test_topk_whatever_the_filter_leaves(
-    filled: float, monkeypatch: pytest.MonkeyPatch, device: str
+    share: float, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
     """Fewer than topk keys, a block, a large block, and more than that."""
-    monkeypatch.setattr(indexer_topk, "FILLED", filled)
+    made = indexer_topk.plan
+    monkeypatch.setattr(
+        indexer_topk, "plan", lambda *args: made(*args)._replace(aim=int(128 * share))
+    )
     assert_equals_sort(**make_inputs(2, 600, 31, device))
     assert_equals_sort(torch.randn(2, 600, device=device), int32([600, 301], device), 31)
 
@@ -185,7 +190,7 @@ def test_topk_of_a_block_of_the_largest_size(
 ) -> None:
     """32 warps of eight groups: all counts of 32768 equal keys still fit into 16 bits."""
     monkeypatch.setattr(indexer_topk, "SHORT_WIDTH", 32_768)
-    assert indexer_topk.plan(1, width, topk, 132) == (32_768, 32_768, 0, 0, 0)
+    assert indexer_topk.plan(1, width, topk, 132) == (32_768, 32_768, 0, 0, 0, 0)
     kinds = ["normal", "equal", "plateau within", "zeros within", "any bits"]
     logits = torch.stack([VALUES[kind](width) for kind in kinds]).to(device)
     assert_equals_sort(logits, int32([width, width, width - 9, width, width], device), topk)
