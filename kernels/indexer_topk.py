@@ -25,10 +25,9 @@ Layout:
     logits             [num_tokens, width] fp32               any strides
     row_lens           [num_tokens] int32                     any stride
     out                [num_tokens, topk] int32               contiguous
-    left               [num_tokens, num_slices, capacity]     contiguous; logits that are left of a
-                       fp32                                   slice, then NaN up to a multiple of 32
-    positions          [num_tokens, num_slices, capacity]     contiguous; where those are in the row
-                       int32
+    left               [num_tokens, num_slices, 2, capacity]  contiguous; logits that are left of a
+                       fp32                                   slice, then NaN up to a multiple of 32;
+                                                              and, as int32, where they are in the row
     counts             [num_tokens, num_slices] int32         how many those are, or would be
     bounds             [num_tokens] int32                     the bound of each row, as a key
 
@@ -76,19 +75,20 @@ MAX_REGISTERS = 64
 # The filter: keys that a program reads at a time, programs for each multiprocessor, the most slices
 # of a row, and the keys of a sample, more than LONG_SAMPLE only where no larger block helps.
 CHUNK = 4096
-PROGRAMS_PER_SM = 4
-FILTER_REGISTERS = 64
+PROGRAMS_PER_SM = 2
+FILTER_REGISTERS = 128
 MAX_SLICES = 128
 SHORTEST_SAMPLE = 1024
 LONG_SAMPLE = 2048
 LONGEST_SAMPLE = 8192
-# How much more than its aim it may leave, the least it aims at for each key that is wanted, and how
-# many deviations of the sample lie between the aim and too few keys.
-EXCESS = 1.17
-LEAST_AIM = 1.5
-SAFETY = 5.0
+# How many deviations of the sample away are too few keys, for which a row is read again, and too
+# many, for which there is a larger block; and what there has to be between its limits.
+TOO_FEW = 4.0
+TOO_MANY = 2.0
+SPAN = 1.2
 # Whether the second launch may begin before the first has ended, and wait for it on the card.
 OVERLAP = True
+OVERLAP_LOGITS = True
 
 
 class Plan(NamedTuple):
@@ -98,8 +98,9 @@ class Plan(NamedTuple):
     large_block: int  # what it can hold in a pinch
     chunk: int = 0  # 0: no filter
     slice: int = 0
-    aim: int = 0  # that the filter leaves of a row, any number
     sample: int = 0
+    fewest: int = 0  # that the filter means to leave of a row; these two are any numbers
+    most: int = 0
 
 
 def plan(num_tokens: int, width: int, topk: int, sms: int) -> Plan | None:
@@ -110,24 +111,30 @@ def plan(num_tokens: int, width: int, topk: int, sms: int) -> Plan | None:
         return Plan(block, block)
     keys = max(num_tokens * width / (PROGRAMS_PER_SM * sms), width / MAX_SLICES)
     slice_ = CHUNK * power_of_2(math.ceil(keys / CHUNK))
-    block, sample = SHORTEST_BLOCK // 2, width
-    while sample > LONG_SAMPLE and block < LONGEST_BLOCK:
-        block *= 2
-        # What is left of a slice takes a multiple of 32.
-        aim = int((block - 16 * triton.cdiv(width, slice_)) / EXCESS)
-        spare = 1 - topk / max(aim, 1)
-        if aim >= LEAST_AIM * topk:
-            sample = power_of_2(math.ceil(width / aim * (SAFETY / spare) ** 2))
-    if aim < LEAST_AIM * topk:
-        return None
-    return Plan(
-        block=block,
-        large_block=min(2 * block, LONGEST_BLOCK, MAX_GROUPS * 128 * warps_for(block)),
-        chunk=CHUNK,
-        slice=slice_,
-        aim=aim,
-        sample=min(max(sample, SHORTEST_SAMPLE), LONGEST_SAMPLE),
-    )
+    num_slices = triton.cdiv(width, slice_)
+    block, sample = SHORTEST_BLOCK, SHORTEST_SAMPLE
+    while True:
+        fewest, most = limits(block - 16 * num_slices, width / sample, topk)
+        if most >= SPAN * fewest:
+            break
+        if sample < (LONG_SAMPLE if block < LONGEST_BLOCK else LONGEST_SAMPLE):
+            sample *= 2
+        elif block < LONGEST_BLOCK:
+            block, sample = 2 * block, SHORTEST_SAMPLE
+        else:
+            return None
+    large_block = min(2 * block, LONGEST_BLOCK, MAX_GROUPS * 128 * warps_for(block))
+    return Plan(block, large_block, CHUNK, slice_, sample, fewest, most)
+
+
+def limits(room: int, apart: float, topk: int) -> tuple[int, int]:
+    """How few and how many keys a filter may mean to leave, where it knows a row by one key of
+    ``apart``: more than topk and at most ``room`` are left then, but for so many deviations of the
+    sample."""
+    root = math.sqrt(apart)
+    fewest = (0.5 * TOO_FEW * root + math.sqrt(0.25 * TOO_FEW**2 * apart + topk)) ** 2
+    most = (math.sqrt(0.25 * TOO_MANY**2 * apart + max(room, 0)) - 0.5 * TOO_MANY * root) ** 2
+    return math.ceil(fewest), int(most)
 
 
 @triton.jit
@@ -168,8 +175,8 @@ def deviations_of(values, pivot):
 
 @triton.jit
 def write_largest(
-    values, first, second, pivot, guess, count, topk, TAIL, places_, positions_ptr, out_row,
-    LISTED, LATE: tl.constexpr, GROUPS: tl.constexpr, WARPS: tl.constexpr,
+    values, first, second, pivot, guess, count, topk, TAIL, places_, left_ptr, out_row,
+    LISTED, CAPACITY: tl.constexpr, LATE: tl.constexpr, GROUPS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """A row of ``out``: the positions of the topk largest of ``count`` values, which are
     ``places_``. LATE: those are but the first of each four; LISTED, of their entries in a list.
@@ -186,14 +193,15 @@ def write_largest(
         if LATE:
             positions = places_ + tl.arange(0, 4)[None, None, None, :]
             if LISTED:
-                positions = tl.load(positions_ptr + positions, mask=chosen, other=0)
+                entry_ptr = left_ptr + positions
+                positions = tl.load(positions_of(entry_ptr, CAPACITY), mask=chosen, other=0)
         tl.store(out_row + before, positions, mask=chosen)
     return low > LEAST
 
 
 @triton.jit
 def entries_left(
-    slot_runs, capacity, GROUPS: tl.constexpr, WARPS: tl.constexpr, SLICES: tl.constexpr
+    slot_runs, slot_size, GROUPS: tl.constexpr, WARPS: tl.constexpr, SLICES: tl.constexpr
 ):
     """Which entries of ``left`` make up a block, the first of each four; negative where there are
     no more: runs of 32, of which slice s has ``slot_runs[s]``, behind one another."""
@@ -210,7 +218,7 @@ def entries_left(
         passed = end <= run
         slot = tl.where(passed, slot + width, slot)
         begin = tl.where(passed, end, begin)
-    offset = tl.where(run < tl.sum(slot_runs, axis=0), slot * capacity + (run - begin) * 32, -32)
+    offset = tl.where(run < tl.sum(slot_runs, axis=0), slot * slot_size + (run - begin) * 32, -32)
     offset = tl.reshape(offset, [WARPS, GROUPS, 4])
     if LANES == 0:
         offset = tl.permute(offset, [2, 0, 1])[:, None, :, :]
@@ -223,14 +231,20 @@ def entries_left(
 
 
 @triton.jit
-def load_left(left_ptr, positions_ptr, starts, LATE: tl.constexpr):
+def positions_of(entry_ptr, CAPACITY: tl.constexpr):
+    """Where the positions of entries of ``left`` are."""
+    return (entry_ptr + CAPACITY).to(tl.pointer_type(tl.int32), bitcast=True)
+
+
+@triton.jit
+def load_left(left_ptr, starts, CAPACITY: tl.constexpr, LATE: tl.constexpr):
     """``values, places_`` of the entries that begin at ``starts``."""
-    entries = starts + tl.arange(0, 4)[None, None, None, :]
-    present = tl.broadcast_to(starts >= 0, entries.shape)
-    values = tl.load(left_ptr + entries, mask=present, other=nan())
+    entry_ptr = left_ptr + (starts + tl.arange(0, 4)[None, None, None, :])
+    present = tl.broadcast_to(starts >= 0, entry_ptr.shape)
+    values = tl.load(entry_ptr, mask=present, other=nan())
     places_ = starts
     if not LATE:
-        places_ = tl.load(positions_ptr + entries, mask=present, other=0)
+        places_ = tl.load(positions_of(entry_ptr, CAPACITY), mask=present, other=0)
     return values, places_
 
 
@@ -311,10 +325,10 @@ def scan_row(
 # fmt: off
 @triton.jit
 def indexer_topk_filter_kernel(
-    logits_ptr, row_lens_ptr, left_ptr, positions_ptr, counts_ptr, bounds_ptr,
+    logits_ptr, row_lens_ptr, left_ptr, counts_ptr, bounds_ptr,
     width, num_slices,
     row_stride, column_stride, row_lens_stride,
-    VECTORS: tl.constexpr, AIM: tl.constexpr,
+    VECTORS: tl.constexpr, FEWEST: tl.constexpr, MOST: tl.constexpr,
     BLOCK: tl.constexpr, SLICE: tl.constexpr, CAPACITY: tl.constexpr,
     GROUPS: tl.constexpr, SAMPLE_GROUPS: tl.constexpr, WARPS: tl.constexpr,
     LATER: tl.constexpr, OVERLAP: tl.constexpr,
@@ -332,37 +346,42 @@ def indexer_topk_filter_kernel(
     row_ptr = logits_ptr + row * row_stride
     begin = part * SLICE
     if (length > BLOCK) & (begin < length):
-        # Under way while the bound is found, as each chunk is while the one before it is ranked.
         end = tl.minimum(begin + SLICE, length)
-        _, logits = load_block(row_ptr, column_stride, begin, end, VECTORS, GROUPS, WARPS)
+        first_ptr = row_ptr + begin.to(tl.int64) * column_stride
+        # Under way while the bound is found, as each chunk is while the one before it is ranked.
+        place, logits = load_block(
+            first_ptr, column_stride, 0, end - begin, VECTORS, GROUPS, WARPS
+        )
         sample = draw(row_ptr, column_stride, length, SAMPLE_GROUPS, WARPS)
         pivot = tl.load(row_ptr).to(tl.float32)
         # How many of the sample lie from the bound on.
-        aim = AIM * 128.0 * SAMPLE_GROUPS * WARPS / length.to(tl.float32)
-        fewest = tl.maximum((0.95 * aim).to(tl.int32), 1)
-        most = tl.maximum((1.1 * aim).to(tl.int32), fewest)
+        share = 128.0 * SAMPLE_GROUPS * WARPS / length.to(tl.float32)
+        fewest = tl.maximum((FEWEST * share).to(tl.int32), 1)
+        most = tl.maximum((MOST * share).to(tl.int32), fewest)
         bound = find_bound(sample, pivot, fewest, most, WARPS)
         bound_value = value_of(bound)
 
         slot = row * num_slices + part
-        left_ptr += slot * CAPACITY
-        positions_ptr += slot * CAPACITY
+        left_ptr += slot * (2 * CAPACITY)
         CHUNK: tl.constexpr = 128 * GROUPS * WARPS
         count = length * 0
         for first in range(begin, end, CHUNK):
-            columns = first + places(GROUPS, WARPS)
+            if first + CHUNK > end:
+                logits = present_or_nan(place, logits, end - first)
             next_logits = logits
             if SLICE > CHUNK:
+                first_ptr += tl.full([], CHUNK, tl.int64) * column_stride
                 _, next_logits = load_block(
-                    row_ptr, column_stride, first + CHUNK, end, VECTORS, GROUPS, WARPS
+                    first_ptr, column_stride, 0, end - first - CHUNK, VECTORS, GROUPS, WARPS
                 )
             # NaN is never left: whoever chooses -inf or NaN looks at the row itself.
-            kept = (columns < end) & (logits >= bound_value)
+            kept = logits >= bound_value
             before, ranked = rank(kept, GROUPS, WARPS)
-            target = count + before
-            kept = kept & (target < CAPACITY)
-            tl.store(left_ptr + target, logits, mask=kept)
-            tl.store(positions_ptr + target, columns, mask=kept)
+            # What a slot cannot hold is of no use to anyone.
+            if count + ranked <= CAPACITY:
+                target = left_ptr + count + before
+                tl.store(target, logits, mask=kept)
+                tl.store(positions_of(target, CAPACITY), first + place, mask=kept)
             count += ranked
             logits = next_logits
         rest = count + tl.arange(0, 32)
@@ -376,7 +395,7 @@ def indexer_topk_filter_kernel(
 # fmt: off
 @triton.jit(do_not_specialize=["topk"])
 def indexer_topk_kernel(
-    logits_ptr, row_lens_ptr, left_ptr, positions_ptr, counts_ptr, bounds_ptr, out_ptr,
+    logits_ptr, row_lens_ptr, left_ptr, counts_ptr, bounds_ptr, out_ptr,
     width, topk, num_slices,
     row_stride, column_stride, row_lens_stride,
     VECTORS: tl.constexpr, FILTERED: tl.constexpr,
@@ -414,8 +433,8 @@ def indexer_topk_kernel(
         else:
             first, second = moments_of(values - pivot, WARPS)
         done = write_largest(
-            values, first, second, pivot, guess, length, topk, False, columns, positions_ptr,
-            out_row, False, False, GROUPS, WARPS,
+            values, first, second, pivot, guess, length, topk, False, columns, left_ptr,
+            out_row, False, CAPACITY, False, GROUPS, WARPS,
         )  # fmt: skip
     else:
         slices = tl.arange(0, SLICES)
@@ -425,8 +444,7 @@ def indexer_topk_kernel(
             counts_ptr + row * num_slices + slices, mask=live & listed, other=0
         )
         hint = tl.load(bounds_ptr + row, mask=listed, other=LEAST)
-        left_ptr += row * num_slices * CAPACITY
-        positions_ptr += row * num_slices * CAPACITY
+        left_ptr += row * num_slices * (2 * CAPACITY)
         slot_runs = (counts + 31) // 32
         count = tl.sum(counts, axis=0)
         taken = tl.sum(slot_runs, axis=0) * 32
@@ -434,8 +452,8 @@ def indexer_topk_kernel(
         if (length <= BLOCK) | (whole & (taken <= BLOCK)):
             if listed:
                 pivot = finite_value_of(hint)
-                starts = entries_left(slot_runs, CAPACITY, GROUPS, WARPS, SLICES)
-                values, places_ = load_left(left_ptr, positions_ptr, starts, LATE)
+                starts = entries_left(slot_runs, 2 * CAPACITY, GROUPS, WARPS, SLICES)
+                values, places_ = load_left(left_ptr, starts, CAPACITY, LATE)
             else:
                 count = length
                 pivot = tl.load(row_ptr).to(tl.float32)
@@ -448,17 +466,17 @@ def indexer_topk_kernel(
             first, second = moments_of(deviations_of(values, pivot), WARPS)
             done = write_largest(
                 values, first, second, pivot, guess, count, topk, listed, places_,
-                positions_ptr, out_row, listed, LATE, GROUPS, WARPS,
+                left_ptr, out_row, listed, CAPACITY, LATE, GROUPS, WARPS,
             )  # fmt: skip
         elif whole & (taken <= LARGE_BLOCK):
             pivot = finite_value_of(hint)
-            starts = entries_left(slot_runs, CAPACITY, LARGE_GROUPS, WARPS, SLICES)
-            values, places_ = load_left(left_ptr, positions_ptr, starts, True)
+            starts = entries_left(slot_runs, 2 * CAPACITY, LARGE_GROUPS, WARPS, SLICES)
+            values, places_ = load_left(left_ptr, starts, CAPACITY, True)
             guess = guess_of(topk, count, True)
             first, second = moments_of(deviations_of(values, pivot), WARPS)
             done = write_largest(
                 values, first, second, pivot, guess, count, topk, True, places_,
-                positions_ptr, out_row, True, True, LARGE_GROUPS, WARPS,
+                left_ptr, out_row, True, CAPACITY, True, LARGE_GROUPS, WARPS,
             )  # fmt: skip
         else:
             done = False
@@ -518,23 +536,22 @@ def largest_positions(
         )  # fmt: skip
         return out
 
-    left = positions = counts = bounds = None
+    left = counts = bounds = None
     num_slices = capacity = 1
     can_overlap = OVERLAP and not INTERPRETED and capability(out.device) >= 90
-    overlap = overlap and can_overlap
+    overlap = overlap and OVERLAP_LOGITS and not INTERPRETED and capability(out.device) >= 90
     if shape.chunk:
         num_slices = triton.cdiv(width, shape.slice)
         capacity = min(shape.slice, shape.large_block)
-        left = logits.new_empty(num_tokens, num_slices, capacity)
-        positions, counts, bounds = (
-            row_lens.new_empty(num_tokens, *rest) for rest in [left.shape[1:], (num_slices,), ()]
-        )
+        left = logits.new_empty(num_tokens, num_slices, 2, capacity)
+        counts = row_lens.new_empty(num_tokens, num_slices)
+        bounds = row_lens.new_empty(num_tokens)
         warps = warps_for(shape.chunk)
         indexer_topk_filter_kernel[(num_tokens * num_slices,)](
-            logits, row_lens, left, positions, counts, bounds,
+            logits, row_lens, left, counts, bounds,
             width, num_slices,
             logits.stride(0), logits.stride(1), row_lens.stride(0),
-            VECTORS=vectors, AIM=shape.aim,
+            VECTORS=vectors, FEWEST=shape.fewest, MOST=shape.most,
             BLOCK=shape.block, SLICE=shape.slice, CAPACITY=capacity,
             GROUPS=shape.chunk // (128 * warps), SAMPLE_GROUPS=shape.sample // (128 * warps),
             WARPS=warps, LATER=overlap, OVERLAP=can_overlap,
@@ -544,7 +561,7 @@ def largest_positions(
     warps = warps_for(shape.block)
     registers = select_registers(num_tokens, warps, num_sms(out.device))
     indexer_topk_kernel[(num_tokens,)](
-        logits, row_lens, left, positions, counts, bounds, out,
+        logits, row_lens, left, counts, bounds, out,
         width, topk, num_slices,
         logits.stride(0), logits.stride(1), row_lens.stride(0),
         VECTORS=vectors, FILTERED=shape.chunk > 0,

@@ -82,7 +82,8 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
         "SHORTEST_SAMPLE": 128,
         "LONG_SAMPLE": 128,
         "LONGEST_SAMPLE": 256,
-        "SAFETY": 2.0,
+        "TOO_FEW": 2.0,
+        "TOO_MANY": 1.0,
     }.items():
         monkeypatch.setattr(indexer_topk, name, value)
 
@@ -133,9 +134,9 @@ def test_topk_whatever_the_filter_leaves(
     share: float, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
     """Fewer than topk keys, a block, a large block, and more than that."""
-    made = indexer_topk.plan
+    made, left = indexer_topk.plan, int(128 * share)
     monkeypatch.setattr(
-        indexer_topk, "plan", lambda *args: made(*args)._replace(aim=int(128 * share))
+        indexer_topk, "plan", lambda *args: made(*args)._replace(fewest=left, most=left)
     )
     assert_equals_sort(**make_inputs(2, 600, 31, device))
     assert_equals_sort(torch.randn(2, 600, device=device), int32([600, 301], device), 31)
@@ -190,7 +191,7 @@ def test_topk_of_a_block_of_the_largest_size(
 ) -> None:
     """32 warps of eight groups: all counts of 32768 equal keys still fit into 16 bits."""
     monkeypatch.setattr(indexer_topk, "SHORT_WIDTH", 32_768)
-    assert indexer_topk.plan(1, width, topk, 132) == (32_768, 32_768, 0, 0, 0, 0)
+    assert indexer_topk.plan(1, width, topk, 132) == (32_768, 32_768, 0, 0, 0, 0, 0)
     kinds = ["normal", "equal", "plateau within", "zeros within", "any bits"]
     logits = torch.stack([VALUES[kind](width) for kind in kinds]).to(device)
     assert_equals_sort(logits, int32([width, width, width - 9, width, width], device), topk)
