@@ -462,10 +462,6 @@ def indexer_logits_hopper_kernel(
     SCORE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
 ):
     # fmt: on
-    # What comes next may take its place as soon as a multiprocessor has room; it waits there.
-    gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [SLOTS * ROWS, HEADS, DIM], q_desc.layout)
     weights_smem = gl.allocate_shared_memory(
         gl.float32, [SLOTS * ROWS, HEADS], weights_desc.layout

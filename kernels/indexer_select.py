@@ -38,4 +38,4 @@ def launch(
         q, weights, k_cache, block_table, query_start_loc, seq_lens, max_seq_len, logits, row_lens,
         topk,
     )  # fmt: skip
-    return largest_positions(logits, row_lens, topk, max_seq_len, overlap=True)
+    return largest_positions(logits, row_lens, topk, max_seq_len)

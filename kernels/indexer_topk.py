@@ -88,7 +88,6 @@ TOO_MANY = 2.0
 SPAN = 1.2
 # Whether the second launch may begin before the first has ended, and wait for it on the card.
 OVERLAP = True
-OVERLAP_LOGITS = True
 
 
 class Plan(NamedTuple):
@@ -331,13 +330,10 @@ def indexer_topk_filter_kernel(
     VECTORS: tl.constexpr, FEWEST: tl.constexpr, MOST: tl.constexpr,
     BLOCK: tl.constexpr, SLICE: tl.constexpr, CAPACITY: tl.constexpr,
     GROUPS: tl.constexpr, SAMPLE_GROUPS: tl.constexpr, WARPS: tl.constexpr,
-    LATER: tl.constexpr, OVERLAP: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     # fmt: on
-    if LATER:
-        tl.extra.cuda.gdc_wait()
     if OVERLAP:
-        # Not before: the next kernel may read what the one before this wrote.
         tl.extra.cuda.gdc_launch_dependents()
     row = (tl.program_id(0) // num_slices).to(tl.int64)
     part = tl.program_id(0) % num_slices
@@ -406,8 +402,6 @@ def indexer_topk_kernel(
     # fmt: on
     BLOCK: tl.constexpr = 128 * GROUPS * WARPS
     LARGE_BLOCK: tl.constexpr = 128 * LARGE_GROUPS * WARPS
-    if OVERLAP and not FILTERED:
-        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * row_stride
     out_row = out_ptr + row * topk
@@ -418,7 +412,7 @@ def indexer_topk_kernel(
         pivot = tl.load(row_ptr, mask=end > 0, other=0.0).to(tl.float32)
         columns, values = load_block(row_ptr, column_stride, 0, end, VECTORS, GROUPS, WARPS)
     length = tl.minimum(tl.maximum(length, 0), width)
-    if OVERLAP and FILTERED:
+    if OVERLAP:
         # All programs wait: nothing that comes after this kernel may run beside the first one.
         tl.extra.cuda.gdc_wait()
     hint = tl.full([], LEAST, tl.int32)
@@ -511,14 +505,11 @@ def launch(logits: Tensor, row_lens: Tensor, topk: int) -> Tensor:
     return largest_positions(logits, row_lens, topk, logits.shape[1])
 
 
-def largest_positions(
-    logits: Tensor, row_lens: Tensor, topk: int, width: int, overlap: bool = False
-) -> Tensor:
+def largest_positions(logits: Tensor, row_lens: Tensor, topk: int, width: int) -> Tensor:
     """The launches, which ``indexer_select`` shares: over the first ``width`` columns.
 
     Where ``width`` is at most ``topk``, no logit is read, and there need not be any; nor does it
-    matter what a row of at most ``topk`` keys holds. With ``overlap``, the kernel before this on
-    the stream, which makes all of them, need not have ended when the first launch begins.
+    matter what a row of at most ``topk`` keys holds.
     """
     num_tokens = row_lens.shape[0]
     out = torch.empty(num_tokens, topk, dtype=torch.int32, device=row_lens.device)
@@ -538,9 +529,9 @@ def largest_positions(
 
     left = counts = bounds = None
     num_slices = capacity = 1
-    can_overlap = OVERLAP and not INTERPRETED and capability(out.device) >= 90
-    overlap = overlap and OVERLAP_LOGITS and not INTERPRETED and capability(out.device) >= 90
+    overlap = False
     if shape.chunk:
+        overlap = OVERLAP and not INTERPRETED and capability(out.device) >= 90
         num_slices = triton.cdiv(width, shape.slice)
         capacity = min(shape.slice, shape.large_block)
         left = logits.new_empty(num_tokens, num_slices, 2, capacity)
@@ -554,10 +545,8 @@ def largest_positions(
             VECTORS=vectors, FEWEST=shape.fewest, MOST=shape.most,
             BLOCK=shape.block, SLICE=shape.slice, CAPACITY=capacity,
             GROUPS=shape.chunk // (128 * warps), SAMPLE_GROUPS=shape.sample // (128 * warps),
-            WARPS=warps, LATER=overlap, OVERLAP=can_overlap,
-            num_warps=warps, launch_pdl=overlap, maxnreg=FILTER_REGISTERS,
+            WARPS=warps, OVERLAP=overlap, num_warps=warps, maxnreg=FILTER_REGISTERS,
         )  # fmt: skip
-        overlap = can_overlap
     warps = warps_for(shape.block)
     registers = select_registers(num_tokens, warps, num_sms(out.device))
     indexer_topk_kernel[(num_tokens,)](
