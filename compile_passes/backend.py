@@ -121,6 +121,7 @@ def build(
         stats.findings = [*stats.findings, *run.findings]
         stats.engines.update(run.counts)
         stats.hybrid.update(run.hybrid)
+        stats.plugins.update(run.plugins)
         frozen = run.frozen if len(run.frozen) else None
     return Artifact(run, in_place, maybe_in_place, sizes, stats, frozen)
 

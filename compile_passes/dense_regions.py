@@ -2,7 +2,8 @@
 
 A call is dense when it is pure arithmetic on floating-point tensors: projections, norms,
 activations, sums, and views of their results. Ops, random numbers, integers, masks, sizes that
-only the data tell, and whatever writes, are not, and stay where the user put them.
+only the data tell, and whatever writes, are not, and stay where the user put them; but for pure ops
+of this package, where the library has plugins for them.
 
 A region runs at one place of the graph: behind the last call that computes something it takes.
 Every value that it takes is there by then, nothing outside has asked for its results before, and
@@ -31,6 +32,7 @@ from ._nodes import (
     storages,
     tensor_of,
 )
+from .engine_ops import fits_engine, is_result, name_of_op, results_of
 from .report import note
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -63,7 +65,8 @@ _SAME_IF_CAST = frozenset({"bfloat16", "float", "half", "type_as"})
 _SHAPED_ANEW = frozenset({"view", "reshape"})
 
 _MIN_CALLS = 2
-"""Calls that compute something, a matrix product among them, for a region to be worth a launch."""
+"""Calls that compute something, a matrix product among them, for a region to be worth a launch; or
+so many ops of this package."""
 
 
 @dataclasses.dataclass
@@ -80,8 +83,15 @@ class Region:
 
     @property
     def product(self) -> fx.Node:
-        """The first matrix product in it: the line to name when something is said about it."""
-        return next(node for node in self.nodes if name_in_torch(node) in PRODUCTS)
+        """The first matrix product in it, or else its first op: the line to name when something is
+        said about it."""
+        products = [node for node in self.nodes if name_in_torch(node) in PRODUCTS]
+        return (products or self.ops)[0]
+
+    @property
+    def ops(self) -> list[fx.Node]:
+        """The calls of ops of this package in it."""
+        return [node for node in self.nodes if name_of_op(node)]
 
 
 def name_in_torch(node: fx.Node) -> str:
@@ -98,7 +108,10 @@ def name_in_torch(node: fx.Node) -> str:
 
 
 def find_regions(
-    graph: fx.Graph, weights: Collection[fx.Node], outside: Collection[fx.Node] = ()
+    graph: fx.Graph,
+    weights: Collection[fx.Node],
+    outside: Collection[fx.Node] = (),
+    plugins: Collection[str] = (),
 ) -> list[Region]:
     """The dense regions of a graph that are worth a call, in the order in which they run.
 
@@ -109,6 +122,7 @@ def find_regions(
         weights: inputs that are the same in every call: what follows from them alone, a region
             takes as it is
         outside: calls to leave out
+        plugins: ops of this package that an engine can hold, by name
     """
     if _compat.is_autocast() or any(_enters_autocast(node) for node in graph.nodes):
         # a call would compute in another dtype inside of the region than outside
@@ -125,6 +139,8 @@ def find_regions(
     growing: _Growing | None = None
     # where a call of a finished region runs
     ran: dict[fx.Node, int] = {}
+    # results that came with the op that has them
+    taken: set[fx.Node] = set()
 
     def finish() -> None:
         if growing is not None and _is_worth_it(growing.members):
@@ -133,13 +149,15 @@ def find_regions(
 
     for node in graph.nodes:
         place = order[node]
+        if node in taken:
+            continue
         if _is_fence(node):
             finish()
             growing, floor = None, max(floor, place)
             continue
         if _is_table(node):
             fixed.add(node)
-        elif node not in outside and _is_dense(node, fixed):
+        elif node not in outside and _is_dense(node, fixed, plugins):
             given = set(node.all_input_nodes)
             if given <= fixed:
                 # what is the same in every step is small, and needed where regions end
@@ -149,6 +167,7 @@ def find_regions(
                     finish()
                     growing = _Growing(floor, order, ran)
                     growing.takes(node, last_write)
+                taken.update(results_of(node))
                 continue
         if growing is not None:
             growing.passes(node, place)
@@ -191,7 +210,7 @@ class _Growing:
                 earliest = max(earliest, written)
         if self.latest is not None and earliest >= self.latest:
             return False
-        self.members[node] = None
+        self.members.update(dict.fromkeys([node, *results_of(node)]))
         self._device = tensor.device
         self._memory |= memory | storages(node)
         self.earliest = earliest
@@ -206,6 +225,8 @@ class _Growing:
 
 def is_look(node: fx.Node) -> bool:
     """A dense call whose result is memory of what it was given."""
+    if is_result(node):
+        return False
     return is_view(node) or (
         name_in_torch(node) in _SAME_IF_CAST and storages(node) <= storages(node.args[0])
     )
@@ -220,6 +241,8 @@ def _is_worth_it(nodes: Collection[fx.Node]) -> bool:
         # what nothing asks for, an engine could not give
         return False
     computing = [node for node in nodes if not is_look(node)]
+    if sum(1 for node in nodes if name_of_op(node)) >= _MIN_CALLS:
+        return True
     return len(computing) >= _MIN_CALLS and any(name_in_torch(n) in PRODUCTS for n in computing)
 
 
@@ -246,7 +269,9 @@ def _is_table(node: fx.Node) -> bool:
     return name_in_torch(node) in _TABLES and not node.all_input_nodes
 
 
-def _is_dense(node: fx.Node, fixed: Collection[fx.Node]) -> bool:
+def _is_dense(node: fx.Node, fixed: Collection[fx.Node], plugins: Collection[str]) -> bool:
+    if op := name_of_op(node):
+        return op in plugins and _is_op_of_engine(node, fixed)
     name = name_in_torch(node)
     if name not in _DENSE or not is_pure(node) or not _arguments_fit(node, name):
         return False
@@ -269,6 +294,15 @@ def _is_dense(node: fx.Node, fixed: Collection[fx.Node]) -> bool:
     if reason and name in PRODUCTS and not set(node.all_input_nodes) <= set(fixed):
         note(node, "engine fallback", "tensorrt", reason)
     return not reason
+
+
+def _is_op_of_engine(node: fx.Node, fixed: Collection[fx.Node]) -> bool:
+    tensors = list(_tensors(node))
+    return (
+        UNKNOWN not in storages(node) | storages((node.args, node.kwargs))
+        and all(_has_plain_shape(t) and not is_empty(t) and not t.requires_grad for t in tensors)
+        and fits_engine(node, fixed)
+    )
 
 
 def _arguments_fit(node: fx.Node, name: str) -> bool:

@@ -76,7 +76,9 @@ def engine_key(
         passes: changes with the sources of this package and with torch
     """
     digest = hashlib.sha256()
-    ranges = [(given.dtype, given.least, given.usual, given.most) for given in inputs]
+    ranges = [
+        (given.dtype, given.bytes_of, given.least, given.usual, given.most) for given in inputs
+    ]
     for part in (describe(gm.graph), repr(ranges), fingerprint, torch.__version__):
         digest.update(part.encode() + b"\0")
     digest.update(passes)

@@ -20,6 +20,8 @@ class EngineInput:
         dtype: its dtype
         least, usual, most: its smallest shape, the one that kernels are chosen for, its largest
         device: where it is
+        bytes_of: the dtype of the bytes that come as int32 words
+        is_cache: not to be copied
     """
 
     dtype: torch.dtype
@@ -27,6 +29,30 @@ class EngineInput:
     usual: tuple[int, ...]
     most: tuple[int, ...]
     device: torch.device
+    bytes_of: torch.dtype | None = None
+    is_cache: bool = False
+
+    def take(self, value: Tensor | int) -> Tensor | None:
+        """What the engine takes for an input of its region, contiguous; ``None`` if the engine was
+        not built for it.
+
+        Args:
+            value: the input; a size, of whose rows the engine reads none
+        """
+        if not isinstance(value, Tensor):
+            tensor = torch.empty(value, dtype=self.dtype, device=self.device)
+            return tensor if self.fits(tensor) else None
+        if self.is_cache and not value.is_contiguous():
+            return None
+        if self.bytes_of is None:
+            return value.contiguous() if self.fits(value) else None
+        if value.dtype != self.bytes_of:
+            return None
+        value = value.contiguous()
+        if value.shape[-1] % 4 or value.storage_offset() % 4:
+            return None
+        words = value.view(self.dtype)
+        return words if self.fits(words) else None
 
     def fits(self, tensor: Tensor) -> bool:
         """A tensor that the engine takes."""
@@ -45,7 +71,7 @@ class EngineInput:
 
 
 def engine_inputs(nodes: Sequence[fx.Node], options: Options) -> list[EngineInput]:
-    """What the capture sizes of a step make of the inputs of a region.
+    """What the capture sizes of a step make of the inputs of a region, as an engine takes them.
 
     A symbol stands for requests or tokens: it goes from 2, below which symbolic code does not run,
     to the tokens of the largest size, or to what the traced call had where that is more. Kernels
@@ -77,8 +103,10 @@ def engine_inputs(nodes: Sequence[fx.Node], options: Options) -> list[EngineInpu
             shape(tensor, usual, at_least=False),
             shape(tensor, most, at_least=True),
             tensor.device,
+            node.meta.get("bytes_of"),
+            node.meta.get("is_cache", False),
         )
-        for tensor in tensors
+        for node, tensor in zip(nodes, tensors, strict=True)
     ]
 
 

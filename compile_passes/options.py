@@ -32,6 +32,8 @@ class Options:
             variable MTPGRAPH_ENGINE_CACHE, if it is set
         freeze_weights: parameters are constants of TensorRT engines; otherwise they are inputs,
             which sees every update and keeps one copy of them
+        plugins: TensorRT engines hold the pure ops of this package too, where the library has
+            plugins; otherwise ops run between engines
         disable_passes: names of passes to leave out
         strict: a fallback or report becomes an error
         debug: check before each replay that no input in use by address has moved
@@ -45,6 +47,7 @@ class Options:
     engine: Engine = "inductor"
     engine_cache: str | None = None
     freeze_weights: bool = True
+    plugins: bool = True
     disable_passes: tuple[str, ...] = ()
     strict: bool = False
     debug: bool = False
@@ -64,7 +67,7 @@ class Options:
             object.__setattr__(self, "engine_cache", os.fspath(self.engine_cache))
         if not isinstance(self.engine_cache, str | None):
             raise TypeError(f"engine_cache must be a path, got {self.engine_cache!r}")
-        for name in ("clone_outputs", "freeze_weights", "strict", "debug"):
+        for name in ("clone_outputs", "freeze_weights", "plugins", "strict", "debug"):
             if type(getattr(self, name)) is not bool:
                 raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
         object.__setattr__(self, "disable_passes", _pass_names(self.disable_passes))

@@ -18,6 +18,7 @@ from .dense_regions import (
     is_look,
     name_in_torch,
 )
+from .engine_ops import DTYPES, name_of_op
 
 
 @dataclasses.dataclass
@@ -27,7 +28,7 @@ class RegionGraph:
     Attributes:
         module: takes ``inputs`` and gives a tuple of the ``outputs``, each contiguous; weights are
             parameters of it, the user's own
-        inputs: what it takes, nodes of the graph that it comes from
+        inputs: what it takes, nodes of the graph that it comes from: tensors, and sizes for ops
         outputs: what it gives
         orders: for each output, the order of its dimensions in memory; the module gives the
             output permuted to it
@@ -80,13 +81,13 @@ def copy_region(region: Region, weights: dict[fx.Node, Tensor]) -> RegionGraph:
     live = _live(region, outputs)
     for node in live:
         for given in node.all_input_nodes:
-            if given not in members and _is_wanted(given):
+            if given not in members and _is_wanted(given, node):
                 for source in _sources(given, weights):
                     if source not in weights:
                         bring(source)
     for node in live:
         for given in node.all_input_nodes:
-            if given not in members and _is_wanted(given):
+            if given not in members and _is_wanted(given, node):
                 bring(given)
         env[node] = _copy(graph, node, env)
         env[node].meta = {"example_value": _compat.example_value(node)}
@@ -216,8 +217,11 @@ def _sources(node: fx.Node, weights: dict[fx.Node, Tensor]) -> list[fx.Node]:
     return [source for given in node.all_input_nodes for source in _sources(given, weights)]
 
 
-def _is_wanted(node: fx.Node) -> bool:
-    """It has elements: the copy of a call does without empty tensors and without sizes."""
+def _is_wanted(node: fx.Node, user: fx.Node) -> bool:
+    """It has elements: the copy of a call does without empty tensors and, but for an op, without
+    sizes."""
+    if name_of_op(user):
+        return True
     leaves = _compat.tree_leaves(_compat.example_value(node))
     return any(isinstance(leaf, Tensor) and not is_empty(leaf) for leaf in leaves)
 
@@ -230,7 +234,7 @@ def _is_made_inside(node: fx.Node, weights: dict[fx.Node, Tensor]) -> bool:
     if base is node or base in weights:
         return base is not node
     source, value = tensor_of(base), tensor_of(node)
-    if source is None or not _is_contiguous(source):
+    if source is None or source.dtype not in DTYPES or not _is_contiguous(source):
         return False
     return value is None or not _is_contiguous(value)
 

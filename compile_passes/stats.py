@@ -27,8 +27,9 @@ class Stats:
         rewrites: rewrites by the name of the pass, over all compilations
         engines: dense regions by what became of them under ``engine="tensorrt"``: an engine
             "built", "loaded" from the cache or "shared" with an equal region, or "torch"
-        hybrid: calls of pure ops of this package that run in torch between TensorRT engines, by
-            name of the op: no op is a TensorRT plugin
+        hybrid: calls of pure ops of this package that run in torch under ``engine="tensorrt"``, by
+            name of the op
+        plugins: calls of ops of this package inside of TensorRT engines, by name of the op
         fallbacks: why a call ran without the CUDA graph it should have had
         findings: what the passes noted about the user's lines, over all compilations
     """
@@ -47,6 +48,7 @@ class Stats:
     rewrites: Counter[str] = dataclasses.field(default_factory=Counter)
     engines: Counter[str] = dataclasses.field(default_factory=Counter)
     hybrid: Counter[str] = dataclasses.field(default_factory=Counter)
+    plugins: Counter[str] = dataclasses.field(default_factory=Counter)
     fallbacks: list[str] = dataclasses.field(default_factory=list)
     findings: list[Finding] = dataclasses.field(default_factory=list)
 
@@ -64,6 +66,6 @@ class Stats:
         values = dataclasses.asdict(self)
         for name in ("calls", "graph_bytes"):
             values[name] = {str(size): count for size, count in getattr(self, name).items()}
-        for name in ("rewrites", "engines", "hybrid"):
+        for name in ("rewrites", "engines", "hybrid", "plugins"):
             values[name] = dict(getattr(self, name))
         return values

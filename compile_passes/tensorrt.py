@@ -1,57 +1,29 @@
 """``engine="tensorrt"``: dense regions of a step as TensorRT engines, the rest as it was written.
 
 The graph of the passes is split here, not by the library: an engine gets pure arithmetic on
-floating-point tensors. Ops, caches, states and whatever is updated in place stay in torch, in the
-user's order. How regions are chosen is in ``dense_regions``.
+floating-point tensors, and pure ops of this package where the library has plugins. Other ops,
+states and whatever is updated in place stay in torch, in the user's order. How regions are chosen
+is in ``dense_regions``.
 """
 
+import copy
 import dataclasses
 import importlib.util
-import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 
 from . import _compat
 from ._nodes import may_write, op_of, overlap, storages
-from .dense_regions import DTYPES, Region, find_regions
-from .engine_cache import EngineCache, engine_key
+from .dense_regions import DTYPES, find_regions
 from .engine_input import EngineInput, engine_inputs
+from .engine_ops import engine_form, name_of_op
+from .engine_workshop import Builder, Engine, Workshop
 from .options import Options
 from .region_graph import copy_region, replace_region, with_gaps
 from .report import Finding, ReportError, collect, note
-
-Engine = Callable[..., Sequence[Tensor]]
-"""Takes the inputs of a region, contiguous; gives its outputs, fresh and contiguous."""
-
-
-class Builder(Protocol):
-    """Makes engines of regions; tests put another in the place of TensorRT's."""
-
-    def fingerprint(self, device: torch.device) -> str:
-        """What an engine depends on besides its region: libraries, card, settings of torch."""
-        ...
-
-    def build(
-        self, gm: fx.GraphModule, inputs: Sequence[EngineInput], outputs: Sequence[torch.dtype]
-    ) -> bytes:
-        """An engine that serves every shape in the ranges of its inputs.
-
-        Args:
-            gm: the region; its parameters are constants of the engine
-            inputs: dtypes and ranges
-            outputs: dtypes of what it gives
-        """
-        ...
-
-    def load(
-        self, engine: bytes, inputs: Sequence[EngineInput], outputs: Sequence[torch.dtype]
-    ) -> Engine:
-        """Make an engine ready to run."""
-        ...
 
 
 def is_installed() -> bool:
@@ -91,7 +63,8 @@ def compile_dense(
 ) -> "HybridStep":
     """Build an engine for each dense region of a graph and put it in the region's place.
 
-    A region that no engine can be built for runs in torch, and a finding says why.
+    A region that no engine can be built for is tried without the ops in it, then runs in torch; a
+    finding says why.
 
     Args:
         gm: the graph after the passes, changed in place
@@ -104,110 +77,119 @@ def compile_dense(
         ReportError: under ``strict``, something dense stays in torch for a reason that is noted
         ImportError: TensorRT cannot be used at all
     """
-    builder = load_builder()
-    weights = _weights(gm.graph, example_inputs) if options.freeze_weights else {}
-    outside: set[fx.Node] = set()
+    workshop = Workshop(load_builder(), options, passes)
     with collect() as findings:
-        while True:
-            findings.clear()
-            regions = find_regions(gm.graph, weights, outside)
-            gaps = [node for region in regions for node in with_gaps(region)]
-            if not gaps:
-                break
-            outside.update(gaps)
-        workshop = _Workshop(builder, options, passes)
-        frozen: dict[str, tuple[int, Tensor]] = {}
-        placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
-        stands_at: dict[fx.Node, fx.Node] = {}
-        for place, region in enumerate(regions):
-            taken = copy_region(region, weights)
-            inputs = engine_inputs(taken.inputs, options)
-            engine = workshop.engine(region, taken.module, inputs, taken.output_dtypes)
-            name = f"dense_region_{place}"
-            gm.add_submodule(name, DenseRegion(taken.module, engine, inputs))
-            behind = stands_at.get(region.behind, region.behind)
-            stands_at[region.behind] = replace_region(gm, region, taken, name, behind)
-            if engine is not None:
-                kept = set(map(id, taken.module.parameters()))
-                frozen |= {
-                    _compat.source_name(node) or node.name: (placeholders.index(node), weight)
-                    for node, weight in weights.items()
-                    if id(weight) in kept
-                }
+        run = _with_engines(gm, example_inputs, workshop, options, findings)
     if findings and options.strict:
         raise ReportError("part of the step cannot be in a TensorRT engine", findings)
     gm.graph.lint()
     gm.recompile()
-    has_engines = workshop.counts.total() > workshop.counts["torch"]
-    hybrid = Counter(_pure_ops(gm.graph) if has_engines else ())
-    return HybridStep(gm, FrozenWeights(frozen), workshop.counts, hybrid, findings)
+    return run
 
 
-class _Workshop:
-    """Gets engines from the cache or from the builder, and counts where from."""
-
-    def __init__(self, builder: Builder, options: Options, passes: bytes) -> None:
-        self._builder = builder
-        self._passes = passes
-        self._cache = EngineCache.of(options.engine_cache)
-        # without weights in them, the engines of equal layers are one
-        self._made: dict[tuple[str, torch.device], Engine] = {}
-        self.counts: Counter[str] = Counter()
-
-    def engine(
-        self,
-        region: Region,
-        gm: fx.GraphModule,
-        inputs: Sequence[EngineInput],
-        outputs: Sequence[torch.dtype],
-    ) -> Engine | None:
-        """The engine of a region; ``None``, and a note, if there can be none."""
+def _with_engines(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    workshop: Workshop,
+    options: Options,
+    findings: list[Finding],
+) -> "HybridStep":
+    """Where no engine can be built for a region with ops, they stay outside, and the graph is split
+    again: what is left of the region may be an engine without them."""
+    plugins, cause = workshop.plugins()
+    before = copy.deepcopy(gm.graph) if plugins else gm.graph
+    nodes = list(before.nodes)
+    ops = [node for node in nodes if name_of_op(node)]
+    refused = {ops[0]: cause} if ops and cause else {}
+    outside: set[int] = set()
+    while True:
+        findings.clear()
         try:
-            # Dynamo compiles the step just now: its sizes and fake tensors are none of the engine's
-            with _compat.outside_of_tracing():
-                return self._get(gm, inputs, outputs)
-        except Exception as error:
-            self.counts["torch"] += 1
-            cause = f"{type(error).__name__}: {error}".partition("\n")[0]
-            reason = f"no engine could be built, the region runs in torch: {cause}"
+            run = _replace_regions(gm, example_inputs, workshop, options, plugins, outside)
+            break
+        except _OpsRefused as refusal:
+            outside.update(refusal.places)
+            refused[nodes[refusal.places[0]]] = refusal.cause
+            gm.graph = copy.deepcopy(before)
+            for name in [n for n, child in gm.named_children() if isinstance(child, DenseRegion)]:
+                gm.delete_submodule(name)
+    for node, cause in refused.items():
+        reason = f"no engine could be built with ops in it, they run in torch: {cause}"
+        note(node, "engine fallback", "tensorrt", reason)
+    return dataclasses.replace(run, findings=findings)
+
+
+class _OpsRefused(Exception):
+    """No engine could be built for a region with ops.
+
+    Attributes:
+        places: of the ops, in the graph as it was
+        cause: why
+    """
+
+    def __init__(self, places: list[int], cause: str) -> None:
+        super().__init__(cause)
+        self.places = places
+        self.cause = cause
+
+
+def _replace_regions(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    workshop: Workshop,
+    options: Options,
+    plugins: Collection[str],
+    outside: Collection[int],
+) -> "HybridStep":
+    """Put engines in the place of regions.
+
+    Args:
+        plugins: ops that engines can hold, by name
+        outside: places of calls to leave out
+
+    Raises:
+        _OpsRefused: the graph is to be split again, from the start
+    """
+    weights = _weights(gm.graph, example_inputs) if options.freeze_weights else {}
+    places = {node: place for place, node in enumerate(gm.graph.nodes)}
+    left_out = {node for node, place in places.items() if place in outside}
+    while True:
+        regions = find_regions(gm.graph, weights, left_out, plugins)
+        gaps = [node for region in regions for node in with_gaps(region)]
+        if not gaps:
+            break
+        left_out.update(gaps)
+    ops = Counter(name_of_op(node) for region in regions for node in region.ops)
+    counts: Counter[str] = Counter()
+    frozen: dict[str, tuple[int, Tensor]] = {}
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    stands_at: dict[fx.Node, fx.Node] = {}
+    for place, region in enumerate(regions):
+        taken = copy_region(region, weights)
+        program = engine_form(taken.module)
+        inputs = engine_inputs(program.graph.find_nodes(op="placeholder"), options)
+        engine, came = workshop.engine(
+            places[region.nodes[0]], program, inputs, taken.output_dtypes
+        )
+        if engine is None and region.ops:
+            raise _OpsRefused([places[node] for node in region.ops], came)
+        if engine is None:
+            reason = f"no engine could be built, the region runs in torch: {came}"
             note(region.product, "engine fallback", "tensorrt", reason)
-            return None
-
-    def _get(
-        self, gm: fx.GraphModule, inputs: Sequence[EngineInput], outputs: Sequence[torch.dtype]
-    ) -> Engine:
-        has_weights = next(gm.parameters(), None) is not None
-        device = inputs[0].device
-        key = None
-        if self._cache is not None or not has_weights:
-            key = engine_key(gm, inputs, self._builder.fingerprint(device), self._passes)
-            if (key, device) in self._made:
-                self.counts["shared"] += 1
-                return self._made[key, device]
-            stored = self._cache.load(key) if self._cache is not None else None
-            if stored is not None:
-                try:
-                    engine = self._builder.load(stored, inputs, outputs)
-                except Exception:  # of another card or library after all: it is built anew
-                    pass
-                else:
-                    self.counts["loaded"] += 1
-                    return self._made.setdefault((key, device), engine)
-        built = self._builder.build(gm, inputs, outputs)
-        engine = self._builder.load(built, inputs, outputs)
-        self.counts["built"] += 1
-        if key is not None:
-            self._made[key, device] = engine
-            if self._cache is not None:
-                self._keep(self._cache, key, built)
-        return engine
-
-    def _keep(self, cache: EngineCache, key: str, built: bytes) -> None:
-        try:
-            cache.store(key, built)
-        except OSError as error:
-            message = f"cannot keep TensorRT engines in {cache.directory}: {error}"
-            warnings.warn(message, RuntimeWarning, stacklevel=2)
+        counts["torch" if engine is None else came] += 1
+        name = f"dense_region_{place}"
+        gm.add_submodule(name, DenseRegion(taken.module, engine, inputs))
+        behind = stands_at.get(region.behind, region.behind)
+        stands_at[region.behind] = replace_region(gm, region, taken, name, behind)
+        if engine is not None:
+            kept = set(map(id, taken.module.parameters()))
+            frozen |= {
+                _compat.source_name(node) or node.name: (placeholders.index(node), weight)
+                for node, weight in weights.items()
+                if id(weight) in kept
+            }
+    hybrid = Counter(_pure_ops(gm.graph))
+    return HybridStep(gm, FrozenWeights(frozen), counts, hybrid, ops, [])
 
 
 class DenseRegion(nn.Module):
@@ -221,12 +203,16 @@ class DenseRegion(nn.Module):
         self.engine = engine
         self.inputs = tuple(inputs)
 
-    def forward(self, *given: Tensor) -> Sequence[Tensor]:
-        if self.engine is None or not all(
-            wanted.fits(tensor) for wanted, tensor in zip(self.inputs, given, strict=True)
-        ):
+    def forward(self, *given: Tensor | int) -> Sequence[Tensor]:
+        if self.engine is None:
             return self.in_torch(*given)
-        return self.engine(*[tensor.contiguous() for tensor in given])
+        taken = []
+        for wanted, value in zip(self.inputs, given, strict=True):
+            tensor = wanted.take(value)
+            if tensor is None:
+                return self.in_torch(*given)
+            taken.append(tensor)
+        return self.engine(*taken)
 
 
 class FrozenWeights:
@@ -288,7 +274,8 @@ class HybridStep:
         frozen: the weights in the engines
         counts: regions by what became of them: "built", "loaded" from the cache, "shared" with an
             equal region, or "torch", without an engine
-        hybrid: calls of pure ops that run in torch between the engines, by the name of the op
+        hybrid: calls of pure ops that run in torch, by the name of the op
+        plugins: calls of ops inside of engines, by the name of the op
         findings: what stays in torch though it is dense
     """
 
@@ -296,6 +283,7 @@ class HybridStep:
     frozen: FrozenWeights
     counts: Counter[str]
     hybrid: Counter[str]
+    plugins: Counter[str]
     findings: list[Finding]
 
     def __call__(self, *args: Any) -> Any:
@@ -304,7 +292,7 @@ class HybridStep:
 
 
 def _pure_ops(graph: fx.Graph) -> list[str]:
-    """Ops of this package that write nothing: with plugins, an engine could hold them."""
+    """Ops of this package that write nothing and run in torch."""
     ops = [op for node in graph.nodes if (op := op_of(node)) is not None]
     ours = [op for op in ops if op.namespace == "mtpgraph" and not op._schema.is_mutable]
     return [op._opname for op in ours]

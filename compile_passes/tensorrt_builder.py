@@ -4,6 +4,7 @@ Serves both flavours, standard and RTX. Imported when a step is compiled for Ten
 """
 
 import contextlib
+import dataclasses
 import importlib
 import importlib.metadata
 import logging
@@ -18,6 +19,8 @@ from . import _compat
 from ._nodes import tensor_of
 from .dense_regions import PRODUCTS, name_in_torch
 from .engine_input import EngineInput
+from .engine_ops import ENGINE_OPS
+from .tensorrt_plugins import dtypes_of, failures, register_plugins
 
 
 class TensorRTBuilder:
@@ -48,6 +51,19 @@ class TensorRTBuilder:
         """ "rtx" or "standard"."""
         return "rtx" if _is_rtx(self._trt) else "standard"
 
+    def plugins(self) -> frozenset[str]:
+        """The ops that engines can hold: all that have a plugin, or none where the library says
+        that it has no quick-deploy plugins, as the RTX flavour does.
+
+        Raises:
+            Exception: it has, and refuses ours
+        """
+        features = getattr(self._torch_tensorrt, "ENABLED_FEATURES", None)
+        if not getattr(features, "qdp_plugin", False):
+            return frozenset()
+        register_plugins(self._trt)
+        return frozenset(ENGINE_OPS)
+
     def fingerprint(self, device: torch.device) -> str:
         """Libraries, card and the settings of torch that an engine is built under."""
         name = "torch_tensorrt_rtx" if self.flavour == "rtx" else "torch_tensorrt"
@@ -74,7 +90,7 @@ class TensorRTBuilder:
             )
         convert = self._torch_tensorrt.dynamo.convert_exported_program_to_serialized_trt_engine
         program = export_region(gm, inputs)
-        with _errors_of("torch_tensorrt") as errors:
+        with _errors_of("torch_tensorrt") as errors, failures() as failed:
             try:
                 engine = convert(
                     program,
@@ -86,6 +102,9 @@ class TensorRTBuilder:
             except Exception as error:
                 # the converter logs the cause and stumbles over the result it does not have
                 raise RuntimeError(_cause(errors) or str(error)) from error
+        if failed:
+            # in a run that was to be timed
+            raise RuntimeError(f"a plugin failed: {failed[0]}") from failed[0]
         if not engine:
             raise RuntimeError(_cause(errors) or "the converter gave no engine")
         return bytes(engine)
@@ -97,6 +116,12 @@ class TensorRTBuilder:
         return TensorRTEngine(self._trt, engine, inputs, outputs)
 
     def _input(self, wanted: EngineInput) -> Any:
+        if wanted.is_cache:
+            # the library would make an example of random numbers, on the host
+            example = torch.empty(0, dtype=wanted.dtype)
+            return self._torch_tensorrt.Input(
+                shape=wanted.most, dtype=wanted.dtype, torch_tensor=example
+            )
         if wanted.is_static:
             return self._torch_tensorrt.Input(shape=wanted.most, dtype=wanted.dtype)
         return self._torch_tensorrt.Input(
@@ -110,10 +135,13 @@ class TensorRTBuilder:
 def export_region(gm: fx.GraphModule, inputs: Sequence[EngineInput]) -> Any:
     """The region as a ``torch.export`` program whose open dimensions have the ranges of inputs.
 
+    A cache is open in its first dimension, too: there is no memory for an example of its size.
+
     Raises:
         whatever torch.export does where the region fixes a size
     """
     dim = torch.export.Dim
+    inputs = [_small(wanted) if wanted.is_cache else wanted for wanted in inputs]
     shapes = tuple(
         {
             place: dim.DYNAMIC(min=least, max=most)  # pyright: ignore[reportCallIssue]
@@ -135,6 +163,13 @@ def export_region(gm: fx.GraphModule, inputs: Sequence[EngineInput]) -> Any:
             warnings.simplefilter("ignore", FutureWarning)
             program = program.run_decompositions(_compat.decompositions([fused]))
     return program
+
+
+def _small(cache: EngineInput) -> EngineInput:
+    blocks, *sizes = cache.usual
+    # torch takes for granted that a symbol is not 0 or 1
+    least = (min(blocks, 2), *sizes)
+    return dataclasses.replace(cache, least=least, usual=least)
 
 
 class TensorRTEngine:
@@ -195,7 +230,13 @@ class TensorRTEngine:
             stream = torch.cuda.current_stream().cuda_stream
             if torch.cuda.is_current_stream_capturing() and not _can_capture(context, stream):
                 raise RuntimeError("the TensorRT engine cannot be recorded in a CUDA graph")
-            if not context.execute_async_v3(stream):
+            with failures() as failed:
+                ran = context.execute_async_v3(stream)
+            if failed:
+                raise RuntimeError(f"a plugin of the TensorRT engine failed: {failed[0]}") from (
+                    failed[0]
+                )
+            if not ran:
                 raise RuntimeError(f"the TensorRT engine failed on inputs of {list(shapes)}")
         return outputs
 
@@ -222,13 +263,7 @@ class TensorRTEngine:
         return config
 
     def _dtype(self, name: str) -> torch.dtype | None:
-        trt = self._trt
-        known = {
-            trt.float32: torch.float32,
-            trt.float16: torch.float16,
-            trt.bfloat16: torch.bfloat16,
-        }
-        return known.get(self._engine.get_tensor_dtype(name))
+        return dtypes_of(self._trt).get(self._engine.get_tensor_dtype(name))
 
 
 def _is_rtx(trt: Any) -> bool:

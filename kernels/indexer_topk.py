@@ -26,8 +26,8 @@ Layout:
     row_lens           [num_tokens] int32                     any stride
     out                [num_tokens, topk] int32               contiguous
     left               [num_tokens, num_slices, 2, capacity]  contiguous; logits that are left of a
-                       fp32                                   slice, then NaN up to a multiple of 32;
-                                                              and, as int32, where they are in the row
+                       fp32                                   slice, then NaN up to a multiple of
+                                                              32; and, as int32, their positions
     counts             [num_tokens, num_slices] int32         how many those are, or would be
     bounds             [num_tokens] int32                     the bound of each row, as a key
 

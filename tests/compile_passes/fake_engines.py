@@ -1,13 +1,14 @@
 """Engines without TensorRT: the same partition, ranges and constants, computed by torch.
 
 ``FakeBuilder`` stands in for TensorRT's builder. It freezes the weights, checks what it is given,
-and gives fresh results, in memory that held NaN before.
+and gives fresh results, in memory that held NaN before. Ops are in its engines if it is given a
+``PluginLibrary``; without one it is like the RTX flavour, which has no plugins.
 """
 
 import copy
 import io
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import pytest
@@ -17,7 +18,11 @@ from torch import Tensor, fx
 from mtpgraph.compile_passes import tensorrt
 from mtpgraph.compile_passes.dense_regions import VIEWS, name_in_torch
 from mtpgraph.compile_passes.engine_input import EngineInput
+from mtpgraph.compile_passes.engine_ops import ENGINE_OPS
 from mtpgraph.compile_passes.tensorrt_builder import export_region
+from mtpgraph.compile_passes.tensorrt_plugins import register_plugins
+
+from .fake_plugins import PluginLibrary
 
 
 class FakeBuilder:
@@ -27,10 +32,12 @@ class FakeBuilder:
         graphs: the regions that engines were built for
         inputs: their inputs
         ran: for each run of an engine, the shapes it was given
+        addresses: for each run, where they lay
         loaded: how many engines were loaded
         version: what ``fingerprint`` says
         fails: raises for a region that no engine is to be built for
         exports: engines are programs of ``torch.export``, which another process can load too
+        library: has plugins
     """
 
     def __init__(
@@ -39,10 +46,12 @@ class FakeBuilder:
         self.graphs: list[fx.GraphModule] = []
         self.inputs: list[list[EngineInput]] = []
         self.ran: list[list[tuple[int, ...]]] = []
+        self.addresses: list[list[int]] = []
         self.loaded = 0
         self.version = "fake 1"
         self.fails = fails
         self.exports = exports
+        self.library: PluginLibrary | None = None
         self._copies: dict[bytes, Any] = {}
 
     @property
@@ -55,6 +64,21 @@ class FakeBuilder:
                 [name for name in names if name and name not in {*VIEWS, "narrow"} - {"reshape"}]
             )
         return found
+
+    @property
+    def ops(self) -> list[list[str]]:
+        """The ops in each region."""
+        twins = {op.twin: name for name, op in ENGINE_OPS.items()}
+        return [
+            [twins[node.target] for node in gm.graph.nodes if node.target in twins]
+            for gm in self.graphs
+        ]
+
+    def plugins(self) -> Collection[str]:
+        if self.library is None:
+            return ()
+        register_plugins(self.library.trt)
+        return ENGINE_OPS
 
     def fingerprint(self, device: torch.device) -> str:
         return self.version
@@ -75,6 +99,8 @@ class FakeBuilder:
             return file.getvalue()
         name = f"copy {len(self._copies)}".encode()
         self._copies[name] = copy.deepcopy(gm)
+        if self.library is not None and any(self.ops[-1]):
+            self._copies[name] = self.library.convert(export_region(gm, inputs).module())
         return name
 
     def load(
@@ -88,11 +114,13 @@ class FakeBuilder:
                 assert tensor.is_contiguous()
                 assert wanted.fits(tensor)
             self.ran.append([tuple(tensor.shape) for tensor in given])
+            self.addresses.append([tensor.data_ptr() for tensor in given])
             results = []
             for value, dtype in zip(program(*given), outputs, strict=True):
                 assert value.dtype == dtype
                 assert value.is_contiguous()
-                results.append(torch.full_like(value, float("nan")).copy_(value))
+                garbage = float("nan") if dtype.is_floating_point else -7
+                results.append(torch.full_like(value, garbage).copy_(value))
             return results
 
         return run
@@ -113,3 +141,11 @@ def builder(monkeypatch: pytest.MonkeyPatch) -> FakeBuilder:
     monkeypatch.setattr(tensorrt, "is_installed", lambda: True)
     monkeypatch.setattr(tensorrt, "load_builder", lambda: fake)
     return fake
+
+
+@pytest.fixture
+def library(builder: FakeBuilder, monkeypatch: pytest.MonkeyPatch) -> PluginLibrary:
+    """Engines that can hold ops."""
+    builder.library = PluginLibrary()
+    builder.library.install(monkeypatch)
+    return builder.library

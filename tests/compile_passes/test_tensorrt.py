@@ -30,10 +30,10 @@ from .dense_steps import (
     Steps,
     make_pool,
 )
-from .fake_engines import FakeBuilder, builder
+from .fake_engines import FakeBuilder, builder, library
 from .test_capture import PretendedDevice
 
-__all__ = ["builder"]  # a fixture
+__all__ = ["builder", "library"]  # fixtures
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -148,9 +148,14 @@ def test_tensorrt_specialized_sizes_have_static_engines(builder: FakeBuilder):
     assert any(wanted.least == (2, DIM) for (wanted,) in builder.inputs)
 
 
-def test_tensorrt_example_step_has_an_engine_around_every_layer(builder: FakeBuilder):
+@pytest.mark.parametrize("plugins", [False, True], ids=["hybrid", "plugins"])
+def test_tensorrt_example_step_has_an_engine_around_every_layer(
+    builder: FakeBuilder, plugins: bool, request: pytest.FixtureRequest
+):
     """Requests of all kinds come and go over caches of NaN: outputs and caches keep every bit, and
-    between two ops of a layer there is one engine."""
+    between two writes of a layer there is one engine, with the ops or between them."""
+    if plugins:
+        request.getfixturevalue("library")
     torch.set_num_threads(1)
     model = Model(Config()).requires_grad_(False).eval()
     decoder = Decoder(model, max_reqs=6, max_seq_len=64)
@@ -178,8 +183,10 @@ def test_tensorrt_example_step_has_an_engine_around_every_layer(builder: FakeBui
     stats = step.stats()
     assert (stats.graphs, stats.recompiles) == (1, 0)
     assert stats.engines == {"built": len(EXAMPLE_REGIONS)}
-    assert stats.hybrid == EXAMPLE_OPS
-    assert stats.asdict()["hybrid"] == EXAMPLE_OPS
+    inside = EXAMPLE_OPS.keys() - EXAMPLE_OPS_OUTSIDE if plugins else set()
+    assert stats.plugins == {name: EXAMPLE_OPS[name] for name in inside}
+    assert stats.hybrid == {name: EXAMPLE_OPS[name] for name in EXAMPLE_OPS.keys() - inside}
+    assert stats.asdict()["hybrid"] == stats.hybrid
     products = [[name for name in calls if name in ("linear", "einsum")] for calls in builder.calls]
     assert products == EXAMPLE_REGIONS
     # nothing dense is left but what follows from weights alone
@@ -194,6 +201,8 @@ EXAMPLE_OPS = {
     "topk_to_slots": 2,
     "sparse_mla_decode": 5,
 }
+# a mask, and one that has no dense call or op beside it
+EXAMPLE_OPS_OUTSIDE = {"has_initial_state", "topk_to_slots"}
 LINEAR = "linear"
 ATTENTION_IN = [LINEAR, "einsum", *[LINEAR] * 4]  # queries, keys, and three of the indexer
 ATTENTION_OUT = ["einsum", LINEAR]
@@ -525,4 +534,6 @@ def test_tensorrt_options_refuse() -> None:
         Options(engine_cache=3)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="freeze_weights must be a bool, got 1"):
         Options(freeze_weights=1)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="plugins must be a bool, got None"):
+        Options(plugins=None)  # pyright: ignore[reportArgumentType]
     assert Options(engine_cache=Path("a") / "b").engine_cache == "a/b"  # pyright: ignore[reportArgumentType]

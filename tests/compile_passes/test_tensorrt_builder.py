@@ -15,8 +15,11 @@ from torch import fx
 from mtpgraph.compile_passes import tensorrt
 from mtpgraph.compile_passes.engine_cache import engine_key
 from mtpgraph.compile_passes.engine_input import EngineInput
+from mtpgraph.compile_passes.engine_ops import ENGINE_OPS
 from mtpgraph.compile_passes.tensorrt_builder import TensorRTBuilder, TensorRTEngine, export_region
+from mtpgraph.compile_passes.tensorrt_plugins import register_plugins
 
+from .fake_plugins import PluginLibrary
 from .support import DIM
 
 CPU = torch.device("cpu")
@@ -129,6 +132,24 @@ def test_builder_tells_the_flavours_apart(monkeypatch: pytest.MonkeyPatch):
         torch.set_float32_matmul_precision("highest")
 
 
+def test_builder_has_plugins_where_the_library_has(monkeypatch: pytest.MonkeyPatch):
+    """The RTX flavour has none; nor has the standard one, for a TensorRT that it does not trust."""
+    plugins = PluginLibrary()
+    plugins.install(monkeypatch)
+    library = Library(lambda: b"")
+    library.trt = plugins.trt
+    library.install(monkeypatch)
+    assert TensorRTBuilder().plugins() == frozenset()
+    for has_them in (False, True):
+        features = types.SimpleNamespace(qdp_plugin=has_them)
+        monkeypatch.setattr(library.module, "ENABLED_FEATURES", features, raising=False)
+        # a second builder of the process registers nothing again
+        for _ in range(2):
+            assert TensorRTBuilder().plugins() == (ENGINE_OPS.keys() if has_them else set())
+        assert bool(plugins.plugins) == has_them
+    assert plugins.converters.keys() == {op.twin for op in ENGINE_OPS.values()}
+
+
 def test_library_that_does_not_import_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Any):
     """Without a driver its import raises what it will; the user reads one ImportError."""
     (tmp_path / "torch_tensorrt.py").write_text("raise RuntimeError('no driver\\nand more')")
@@ -149,6 +170,30 @@ def test_export_refuses_a_region_that_fixes_the_batch():
     gm.recompile()
     with pytest.raises(Exception, match=r"specializ|[cC]onstraint"):
         export_region(gm, [wanted])
+
+
+def test_build_needs_no_memory_of_the_size_of_a_cache(monkeypatch: pytest.MonkeyPatch):
+    """Two blocks of it are an example of all: there may be no room for a second cache."""
+    library = Library(lambda: b"engine")
+    library.install(monkeypatch)
+    op = ENGINE_OPS["sparse_mla_decode"]
+    graph = fx.Graph()
+    given = [graph.placeholder(f"input_{place}") for place in range(5)]
+    graph.output(graph.call_function(op.twin, (*given, 0.5, 4)))
+    huge = (2**40, 4, 8)
+    wanted = [
+        EngineInput(torch.bfloat16, (2, 2, 8), (4, 2, 8), (8, 2, 8), CPU),
+        EngineInput(torch.bfloat16, huge, huge, huge, CPU, is_cache=True),
+        EngineInput(torch.int32, (2, 3), (4, 3), (8, 3), CPU),
+        EngineInput(torch.int32, (2, 6), (4, 6), (8, 6), CPU),
+        EngineInput(torch.int32, (3,), (5,), (9,), CPU),
+    ]
+    gm = fx.GraphModule(torch.nn.Module(), graph)
+    TensorRTBuilder().build(gm, wanted, [torch.bfloat16, torch.float32])
+    ((program, settings),) = library.asked
+    assert op.twin in {node.target for node in program.graph.nodes}
+    cache = settings["arg_inputs"][1]
+    assert (cache["shape"], cache["torch_tensor"].numel()) == (huge, 0)
 
 
 def test_export_takes_a_fused_norm_apart():
@@ -255,6 +300,7 @@ class StubTensorRT(types.SimpleNamespace):
             float32="float",
             float16="half",
             bfloat16="bf16",
+            int32="int",
         )
 
 
@@ -283,6 +329,26 @@ def test_engine_has_a_context_per_shape_and_inputs_by_number():
         assert context.memory[-1][1] == 1000
     assert [context.runs for context in trt.contexts] == [2, 1]
     with pytest.raises(RuntimeError, match="engine failed on inputs of"):
+        engine(*[torch.zeros(2, 4, dtype=torch.float16)] * 11)
+
+
+@pytest.mark.usefixtures("no_card")
+def test_engine_says_what_failed_in_a_plugin(monkeypatch: pytest.MonkeyPatch):
+    """Also where the library goes on as if nothing had happened."""
+    plugins = PluginLibrary()
+    plugins.install(monkeypatch)
+    register_plugins(plugins.trt)
+
+    def execute(self: StubContext, stream: int) -> bool:
+        with contextlib.suppress(ValueError):
+            plugin = plugins.plugins["mtpgraph::indexer_topk"]
+            plugin.enqueue([torch.zeros(2, 4), torch.zeros(3, dtype=torch.int32)], {"topk": "2"})
+        return True
+
+    monkeypatch.setattr(StubContext, "execute_async_v3", execute)
+    wanted = [EngineInput(torch.float16, (2, 4), (4, 4), (8, 4), CPU)] * 11
+    engine = TensorRTEngine(StubTensorRT(), b"plan", wanted, [torch.float16])
+    with pytest.raises(RuntimeError, match="a plugin of the TensorRT engine failed: row_lens must"):
         engine(*[torch.zeros(2, 4, dtype=torch.float16)] * 11)
 
 

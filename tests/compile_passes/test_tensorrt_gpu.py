@@ -12,6 +12,7 @@ from torch import Tensor
 import mtpgraph
 from mtpgraph import Batched, Static, ops
 from mtpgraph.compile_passes import step, tensorrt
+from mtpgraph.compile_passes.engine_ops import ENGINE_OPS
 from mtpgraph.compile_passes.tensorrt_builder import TensorRTBuilder
 from mtpgraph.example.decoder import Decoder
 from mtpgraph.example.demo import compile_step
@@ -20,6 +21,7 @@ from mtpgraph.example.runs import Request, differences
 
 from .dense_steps import DIM, PARTITIONS, SPECS, Compiled, Recurrent, Steps, make_pool
 from .fake_engines import FakeBuilder, builder
+from .pure_steps import INSIDE, PureSteps, make_pools, run_step
 from .support import INPUTS, NEXT_N, Stream, copy_pools
 from .test_capture import PretendedDevice
 
@@ -137,9 +139,11 @@ def test_caches_and_states_are_updated_between_engines(
             assert_near(pool, expected_pools[name])
     stats = compiled.stats()
     assert (stats.graphs, stats.recompiles, stats.fallbacks) == (1, 0, [])
-    # which ops run in torch, and that none of them is a plugin
     assert stats.engines == {"built": 2}
-    assert stats.hybrid == {"has_initial_state": 1, "flatten_decode": 1}
+    # one of them a plugin, where there are plugins
+    hybrid = {"has_initial_state": 1, "flatten_decode": 1}
+    assert stats.plugins.keys() <= {"flatten_decode"}
+    assert stats.hybrid + stats.plugins == hybrid
     assert (stats.captures, stats.recaptures, stats.replays) == (3, 0, len(batches))
 
 
@@ -265,8 +269,7 @@ def test_gpu_rtx_leaves_float32_to_torch_unless_tf32_is_permitted(library: Any):
 
 @pytest.mark.gpu
 @pytest.mark.slow
-@pytest.mark.usefixtures("library")
-def test_gpu_example_decodes_the_same_tokens():
+def test_gpu_example_decodes_the_same_tokens(library: Any):
     """Over 200 steps of requests that come and go: tokens of the plain eager decoder, ties aside,
     an engine on both sides of every layer's ops, one graph per size, and no cache lost."""
     model = load().cuda()
@@ -279,15 +282,45 @@ def test_gpu_example_decodes_the_same_tokens():
     assert [found for found in differences(oracle, run) if not found.is_tie(TF32_TOLERANCE)] == []
     stats = compiled.stats()
     assert stats.engines == {"built": 12}, stats.findings
-    assert stats.hybrid["sparse_mla_decode"] == 5
+    has_plugins = bool(library.ENABLED_FEATURES.qdp_plugin)
+    assert (stats.plugins if has_plugins else stats.hybrid)["sparse_mla_decode"] == 5
     assert (stats.graphs, stats.recompiles, stats.fallbacks) == (1, 0, [])
     assert stats.captures == len({size for size in stats.calls if size is not None})
     assert stats.replays == sum(stats.calls.values())
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("plugins", [True, False], ids=["plugins", "option-off"])
+@pytest.mark.parametrize("step_name", ["pure", "dense_in_front", "dense_on_both_sides"])
+@torch.no_grad()
+def test_gpu_ops_are_inside_or_between_engines(library: Any, step_name: str, plugins: bool):
+    """As the installed library says, and neither because something failed: with plugins all pure
+    ops of a step are in engines; without, they run in torch and are counted. What is computed,
+    padded and replayed too, is the same."""
+    has_plugins = bool(library.ENABLED_FEATURES.qdp_plugin) and plugins
+    dtype = torch.bfloat16
+    steps = PureSteps(dtype).cuda()
+    stats = run_step(
+        getattr(steps, step_name), make_pools(dtype, "cuda"), plugins=plugins, strict=True
+    )
+    every = dict.fromkeys(INSIDE, 1)
+    engines = {"pure": 0, "dense_in_front": 1, "dense_on_both_sides": 2}[step_name]
+    if has_plugins:
+        engines = {"pure": 1}.get(step_name, 2)
+        assert (stats.plugins, stats.hybrid) == (every, {})
+    else:
+        assert (stats.plugins, stats.hybrid) == ({}, every)
+    assert stats.engines == ({"built": engines} if engines else {})
+    assert (stats.findings, stats.fallbacks) == ([], [])
+    assert stats.replays == sum(stats.calls.values())
+
+
+@pytest.mark.gpu
 def test_gpu_flavour_says_whether_plugins_exist(library: Any):
-    """The RTX flavour has none; with either flavour ops run between engines, which is counted."""
+    """The RTX flavour has none. The standard one has, unless it says itself that they do not work
+    with the TensorRT beside it; then it is hybrid, too."""
+    builder = TensorRTBuilder()
     has_plugins = bool(library.ENABLED_FEATURES.qdp_plugin)
-    assert has_plugins == (TensorRTBuilder().flavour == "standard")
+    assert not (has_plugins and builder.flavour == "rtx")
+    assert builder.plugins() == (ENGINE_OPS.keys() if has_plugins else set())
     assert tensorrt.is_installed()

@@ -165,7 +165,7 @@ CASES += [
         ("indexer_topk, long rows", 64, 131072, 2048),
         ("indexer_topk, long rows, many of them", 256, 32768, 2048),
         ("indexer_topk, long rows, the largest block", 64, 65536, 4096),
-        ("indexer_topk, a topk beyond a chunk", 64, 131072, 9000),
+        ("indexer_topk, a topk beyond a block", 64, 131072, 12000),
     ]
 ]
 
