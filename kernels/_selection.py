@@ -2,7 +2,7 @@
 
     guess_of   where the topk-th largest should lie, going by the number of keys alone
     bracket    finds an interval of keys that holds the topk-th largest and few others: each round
-               counts from four bounds on, and the first four are set by the mean and the deviation
+               counts from four bounds on, and the first four are set by the first two moments
     settle     compares what is left in it, at most CANDIDATES, with each other
     choose     says which keys the topk largest are, ties by position
 
@@ -58,7 +58,7 @@ def moments_of(deviations, WARPS: tl.constexpr):
 def guess_of(topk, count, TAIL):
     """``where, gap, inverse`` of a normal distribution: how many deviations above the mean the
     topk-th of ``count`` values lies, how far apart values lie there, in deviations, and 1 / count.
-    Of an exponential one (TAIL): how many means above its beginning. None of it needs a value."""
+    Of an exponential one (TAIL): the same in means, from where it begins. None needs a value."""
     inverse = 1.0 / count.to(tl.float32)
     share = topk.to(tl.float32) * inverse
     if TAIL:
@@ -134,17 +134,24 @@ def bracket(values, first, second, pivot, guess, count, topk, TAIL, WARPS: tl.co
     has ``own`` of them. If ``low`` is LEAST, -inf or NaN is among the topk largest.
 
     ``first`` and ``second`` are the moments of the deviations from ``pivot``, which is any number;
-    with TAIL all values lie above it. Later rounds go by the counts, from the third or
-    fourth on by halves of the interval and by the least value in it as well: values that cluster,
-    tie or lie far out cost more rounds, never another result.
+    with TAIL all values lie above it, and the moments say how much lighter than an exponential tail
+    this one is. Later rounds go by the counts, from the third or fourth on by halves of the
+    interval and by the least value in it as well: values that cluster, tie or lie far out cost more
+    rounds, never another result.
     """
     where, gap, inverse = guess
     mean = first * inverse
-    unit = mean
-    centre = pivot
-    if not TAIL:
-        unit = tl.sqrt(tl.maximum(second * inverse - mean * mean, 0.0))
-        centre = pivot + mean
+    variance = tl.maximum(second * inverse - mean * mean, 0.0)
+    unit = tl.sqrt(variance)
+    centre = pivot + mean
+    if TAIL:
+        # A generalised Pareto distribution of these moments, whose shape is 0 if exponential.
+        ratio = tl.minimum(tl.maximum(mean * mean / tl.maximum(variance, 1e-37), 0.5), 2.9)
+        bend = (0.5 - 0.5 * ratio) * where
+        unit = (0.5 + 0.5 * ratio) * mean
+        centre = pivot
+        where *= tl.where(tl.abs(bend) > 0.01, (tl.exp(bend) - 1.0) / bend, 1.0 + 0.5 * bend)
+        gap *= tl.exp(bend)
     centre += where * unit
     gap *= unit
     # The deviation of the count at the guess.
