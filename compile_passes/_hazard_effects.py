@@ -12,7 +12,8 @@ from torch import Tensor, fx
 from torch._ops import HigherOrderOperator, OpOverloadPacket
 
 from ._compat import example_value
-from ._nodes import mutated, named_in_place, nodes_in, op_of, storages
+from ._nodes import nodes_in, op_of
+from ._writes import mutated, named_in_place, storages
 
 _HARMLESS = frozenset({"detach_", "requires_grad_", "retain_grad_"})
 _KERNELS = frozenset({"triton_kernel_wrapper_mutation", "triton_kernel_wrapper_functional"})

@@ -34,7 +34,8 @@ from ._hazard_effects import (
     targets_of,
     view_chain,
 )
-from ._nodes import UNKNOWN, mutated, nodes_in, storages
+from ._nodes import nodes_in
+from ._writes import UNKNOWN, mutated, storages
 
 Form = Literal["late read", "merged arguments", "stale copy", "aliased output", "own operand"]
 

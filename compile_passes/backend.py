@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from . import PASSES, _compat, tensorrt
-from ._nodes import may_write, overlap, storages, written
+from ._writes import may_write, overlap, storages, written
 from .capture import device_of
 from .find_mutation_hazards import remove_snapshots
 from .graph_pass import PassManager

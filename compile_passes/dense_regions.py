@@ -21,17 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from . import _compat
-from ._nodes import (
-    UNKNOWN,
-    is_pure,
-    is_view,
-    may_write,
-    nodes_in,
-    overlap,
-    size_of,
-    storages,
-    tensor_of,
-)
+from ._nodes import nodes_in, size_of, tensor_of
+from ._values import is_view
+from ._writes import UNKNOWN, is_pure, may_write, overlap, storages
 from .engine_ops import fits_engine, is_result, name_of_op, results_of
 from .report import note
 

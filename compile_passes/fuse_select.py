@@ -18,18 +18,9 @@ from torch import fx
 
 from ._compat import copy_meta
 from ._memory import sizes
-from ._nodes import (
-    arguments,
-    comes_before,
-    computed_apart,
-    copied_from,
-    describe,
-    erase_unused,
-    op_of,
-    same_value,
-    tensor_of,
-    writer_between,
-)
+from ._nodes import arguments, comes_before, describe, op_of, tensor_of
+from ._values import computed_apart, copied_from, same_value, writer_between
+from ._writes import erase_unused
 from .report import note
 
 _ops = torch.ops.mtpgraph

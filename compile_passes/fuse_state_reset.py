@@ -35,26 +35,17 @@ from torch import Tensor, fx
 
 from ._compat import example_value, has_example_value, tree_leaves
 from ._memory import disjoint, is_first_column, same_rows, shares_storage, sizes
-from ._nodes import (
-    UNKNOWN,
-    arguments,
+from ._nodes import arguments, describe, nodes_in, op_of, set_argument, tensor_of
+from ._values import (
     computed_apart,
     copied_from,
-    describe,
-    erase_all_unused,
     is_copy,
     is_view,
-    nodes_in,
-    op_of,
-    overlap,
     read_from,
     same_value,
-    set_argument,
-    storages,
-    tensor_of,
-    touched,
     writer_between,
 )
+from ._writes import UNKNOWN, erase_all_unused, overlap, storages, touched
 from .report import note
 
 _ops = torch.ops.mtpgraph

@@ -1,11 +1,13 @@
-"""What the calls of a step have in common, and what a batch is padded to."""
+"""What the calls of a step have in common: all that is found out once and kept for later ones."""
 
 import dataclasses
 import operator
-from typing import Any, Literal, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor
 
+from . import _compat
 from .buffers import Buffers
 from .direct import DirectCall
 from .input_plan import Variant
@@ -13,21 +15,9 @@ from .inputs import Batch
 from .output_plan import OutputPlan
 from .prove_graph import Proof
 from .report import Finding
+from .shape import Shape
 from .size_limits import Limits
 from .survey import Survey
-
-
-class Shape(NamedTuple):
-    """What a batch is padded to, and the code that serves it; exact is symbolic, and not kept."""
-
-    requests: int
-    tokens: int
-    code: Literal["symbolic", "static", "exact"] = "symbolic"
-
-
-def symbolic_shape(requests: int, tokens: int) -> Shape:
-    """Two at least: the tracer takes for granted that a symbolic size is neither zero nor one."""
-    return Shape(max(requests, 2), max(tokens, 2))
 
 
 @dataclasses.dataclass(eq=False)
@@ -65,7 +55,10 @@ class Kind:
         self._places = self._now()
 
     def moved(self, surveys: list[Survey]) -> bool:
-        """Take over the surveys of a call; true if a cache lies elsewhere than in the last."""
+        """Take over the surveys of a call; true if a cache lies elsewhere than in the last.
+
+        What was known of the places in the last call is forgotten then.
+        """
         if all(map(operator.is_, self.surveys, surveys)):
             return False
         self.surveys = surveys
@@ -73,13 +66,40 @@ class Kind:
         if [place[1:] for place in before] != [place[1:] for place in self._places]:
             # other shapes or dtypes are another graph
             self._forget()
-        return before != self._places
+        if before == self._places:
+            return False
+        self.moves += 1
+        # memory that was let go may be somebody else's by now
+        self.written.clear()
+        self.direct.clear()
+        return True
 
     def serves(self, requests: int, tokens: int) -> bool:
         """A batch of this size may be padded, as far as the graphs of this kind tell."""
         return not self.against and all(
             limits.allow(requests, tokens, ()) for limits in self.limits
         )
+
+    def buffers_of(self, batch: Batch, shape: Shape) -> Buffers:
+        """The buffers of a shape; the first batch shows what they are to hold."""
+        if shape not in self.buffers:
+            self.buffers[shape] = Buffers(
+                batch.batched,
+                batch.specs,
+                shape.requests,
+                shape.tokens,
+                symbolic=shape.code != "static",
+            )
+        return self.buffers[shape]
+
+    def refuse_shared(self, batched: Mapping[str, Tensor]) -> None:
+        """A batched input is a copy: it would not see what the step writes to memory it shares."""
+        for name, value in batched.items() if self.written else ():
+            if _compat.storage_key(value) in self.written:
+                raise ValueError(
+                    f"{name} must not share memory with what the step writes, got a view of it: "
+                    "a batched input is copied before the step runs"
+                )
 
     def _forget(self) -> None:
         self.against, self.plan = (), None

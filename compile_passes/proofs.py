@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 from torch import Tensor, fx
 
 from . import _compat
-from .buffers import Buffers
 from .input_plan import InputPlan
 from .inputs import Batch
-from .kind import Kind, Shape, corner_of, symbolic_shape
+from .kind import Kind, corner_of
 from .prove_graph import (
     NotProven,
     Proof,
@@ -23,6 +22,7 @@ from .prove_graph import (
     prove_graph,
 )
 from .report import Finding
+from .shape import Shape, fits, is_of, symbolic_shape
 
 
 class Observed(NamedTuple):
@@ -40,23 +40,12 @@ class Observed(NamedTuple):
         return tuple(self.batch.specs.items())
 
 
-def is_of(batch: Batch, shape: Shape) -> bool:
-    """A batch fills a shape: there is no padding."""
-    return (batch.requests, batch.tokens) == (shape.requests, shape.tokens)
-
-
 class Proofs:
     """Looks at the graphs of a step, and at batches that a graph says nothing of."""
 
-    def __init__(
-        self,
-        fn: Callable[..., Any],
-        inputs: InputPlan,
-        buffers_of: Callable[[Batch, Kind, Shape], Buffers],
-    ) -> None:
+    def __init__(self, fn: Callable[..., Any], inputs: InputPlan) -> None:
         self._fn = fn
         self._inputs = inputs
-        self._buffers_of = buffers_of
 
     def of_graph(
         self, gm: fx.GraphModule, inputs: Sequence[Any], observed: Observed
@@ -125,6 +114,21 @@ class Proofs:
         if findings:
             raise NotProven(findings)
 
+    def check_one(self, batch: Batch, kind: Kind, shape: Shape, next_n: int) -> None:
+        """Find out whether batches of one request are padded to a shape, before one comes."""
+        for tokens in dict.fromkeys((next_n, 1)):
+            inputs = {}
+            for name, value in kind.buffers_of(batch, shape).tensors.items():
+                spec = batch.specs[name]
+                inputs[name] = value.narrow(spec.dim, 0, spec.length(1, tokens)).contiguous()
+            one = dataclasses.replace(batch, batched=inputs, requests=1, tokens=tokens)
+            proof = kind.proofs.get(shape)
+            if proof is not None and fits(one, kind.variant, next_n):
+                try:
+                    self.check_corner(one, kind, proof)
+                except NotProven as error:
+                    self._inputs.report(kind.variant, error.findings, padded=False)
+
     def _against(self, proof: Proof, kind: Kind) -> tuple[Finding, ...]:
         """What stands against padding to a graph; nothing where the caller declared all inputs."""
         variant, findings = kind.variant, proof.findings
@@ -158,7 +162,7 @@ class Proofs:
             if known.code == "symbolic":
                 return proof
         shape = symbolic_shape(shape.requests, shape.tokens)
-        buffers = self._buffers_of(batch, kind, shape).tensors
+        buffers = kind.buffers_of(batch, shape).tensors
         return self._prove_again(observed._replace(shape=shape, buffers=buffers))
 
     def _prove_again(self, observed: Observed) -> Proof:

@@ -16,18 +16,9 @@ import operator
 import torch
 from torch import fx
 
-from ._nodes import (
-    UNKNOWN,
-    computed_apart,
-    describe,
-    erase_all_unused,
-    mutated,
-    op_of,
-    overlap,
-    same_value,
-    storages,
-    writer_between,
-)
+from ._nodes import describe, op_of
+from ._values import computed_apart, same_value, writer_between
+from ._writes import UNKNOWN, erase_all_unused, mutated, overlap, storages
 from .report import note
 
 _ops = torch.ops.mtpgraph

@@ -52,6 +52,12 @@ class Stats:
     fallbacks: list[str] = dataclasses.field(default_factory=list)
     findings: list[Finding] = dataclasses.field(default_factory=list)
 
+    def count_call(self, size: int | None, tokens: int, padding: int) -> None:
+        """Count a padded batch and the tokens that padding added to it."""
+        self.calls[size] += 1
+        self.tokens += tokens
+        self.padded_tokens += padding
+
     def merge(self, more: "Stats") -> None:
         """Add the counts of another."""
         for field in dataclasses.fields(self):

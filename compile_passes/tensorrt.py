@@ -16,7 +16,8 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from . import _compat
-from ._nodes import may_write, op_of, overlap, storages
+from ._nodes import op_of
+from ._writes import may_write, overlap, storages
 from .dense_regions import DTYPES, find_regions
 from .engine_input import EngineInput, engine_inputs
 from .engine_ops import engine_form, name_of_op

@@ -29,22 +29,17 @@ from torch import fx
 
 from ._compat import example_value, guard_equal
 from ._memory import is_head, sizes
-from ._nodes import (
-    arguments,
+from ._nodes import arguments, describe, op_of, set_argument, size_of, tensor_of
+from ._values import (
     computed_apart,
     copied_from,
-    describe,
-    erase_all_unused,
     is_copy,
     is_view,
-    op_of,
     read_from,
     same_value,
-    set_argument,
-    size_of,
-    tensor_of,
     writer_between,
 )
+from ._writes import erase_all_unused
 from .report import note
 
 _ops = torch.ops.mtpgraph

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import mtpgraph
 from mtpgraph import Batched, Static
-from mtpgraph.compile_passes import capture, graphed_callable, step
+from mtpgraph.compile_passes import capture, graphed_callable, padded_runs
 from mtpgraph.compile_passes.capture import CudaDevice, frozen_gc
 from mtpgraph.compile_passes.graphed_callable import GraphedCallable
 from mtpgraph.compile_passes.options import Options
@@ -70,7 +70,7 @@ class PretendedDevice:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> PretendedDevice:
     pretended = PretendedDevice()
-    monkeypatch.setattr(step, "device_of", lambda values: pretended)
+    monkeypatch.setattr(padded_runs, "device_of", lambda values: pretended)
     return pretended
 
 

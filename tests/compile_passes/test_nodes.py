@@ -6,14 +6,8 @@ from torch import Tensor, fx
 
 from mtpgraph import ops
 from mtpgraph.compile_passes._memory import disjoint, same_elements, same_rows
-from mtpgraph.compile_passes._nodes import (
-    copied_from,
-    erase_unused,
-    is_view,
-    mutated,
-    named_in_place,
-    same_value,
-)
+from mtpgraph.compile_passes._values import copied_from, is_view, same_value
+from mtpgraph.compile_passes._writes import erase_unused, mutated, named_in_place
 
 
 def graph_of(fn: Callable[..., object], *args: Tensor, dynamic: bool = False) -> fx.Graph:

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 import mtpgraph
 from mtpgraph import Batched, Static, ops
-from mtpgraph.compile_passes import backend, step
+from mtpgraph.compile_passes import backend, padded_runs
 from tests.compile_passes.test_capture import PretendedDevice
 from tests.helpers import assert_same_bits
 
@@ -278,7 +278,7 @@ def test_a_step_that_stores_at_a_later_call_is_refused():
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> PretendedDevice:
     pretended = PretendedDevice()
-    for module in (backend, step):
+    for module in (backend, padded_runs):
         monkeypatch.setattr(module, "device_of", lambda values: pretended)
     return pretended
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import mtpgraph
 from mtpgraph import Options, ops
-from mtpgraph.compile_passes import region_graph, step, tensorrt
+from mtpgraph.compile_passes import padded_runs, region_graph, tensorrt
 from mtpgraph.compile_passes.report import ReportError
 from mtpgraph.example.decoder import Decoder
 from mtpgraph.example.demo import compile_step
@@ -395,7 +395,7 @@ def test_tensorrt_changed_weights_are_refused_by_replays(
 ):
     """A CUDA graph would replay the old engine without a look at the weights."""
     device = PretendedDevice()
-    monkeypatch.setattr(step, "device_of", lambda values: device)
+    monkeypatch.setattr(padded_runs, "device_of", lambda values: device)
     steps = Steps()
     compiled = mtpgraph.compile(
         steps.mlp,

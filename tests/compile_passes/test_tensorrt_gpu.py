@@ -11,7 +11,7 @@ from torch import Tensor
 
 import mtpgraph
 from mtpgraph import Batched, Static, ops
-from mtpgraph.compile_passes import step, tensorrt
+from mtpgraph.compile_passes import padded_runs, tensorrt
 from mtpgraph.compile_passes.engine_ops import ENGINE_OPS
 from mtpgraph.compile_passes.tensorrt_builder import TensorRTBuilder
 from mtpgraph.example.decoder import Decoder
@@ -67,7 +67,7 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
         return request.param
     request.getfixturevalue("builder")
     device = PretendedDevice()
-    monkeypatch.setattr(step, "device_of", lambda values: device)
+    monkeypatch.setattr(padded_runs, "device_of", lambda values: device)
     return request.param
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from ..compile_passes import _compat
-from ..compile_passes._nodes import overlap, storages, written
+from ..compile_passes._writes import overlap, storages, written
 from ..compile_passes.report import source_line
 from .record import Input, Recompile
 

@@ -6,7 +6,8 @@ from typing import Any
 from torch import Tensor, fx
 
 from ..compile_passes import _compat
-from ..compile_passes._nodes import mutated, op_of, overlap, storages
+from ..compile_passes._nodes import op_of
+from ..compile_passes._writes import mutated, overlap, storages
 from ..compile_passes.report import name_of
 from .record import Op
 from .traffic import traffic

@@ -24,7 +24,8 @@ from ..compile_passes._compat import (
     storage_key,
     tree_leaves,
 )
-from ..compile_passes._nodes import arguments, nodes_in, op_of, storages, written
+from ..compile_passes._nodes import arguments, nodes_in, op_of
+from ..compile_passes._writes import storages, written
 from .paged import PAGED
 
 
