@@ -13,7 +13,7 @@ that would break this start a region of their own.
 
 import dataclasses
 import operator
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -83,7 +83,7 @@ class Region:
     @property
     def ops(self) -> list[fx.Node]:
         """The calls of ops of this package in it."""
-        return [node for node in self.nodes if name_of_op(node)]
+        return _ops(self.nodes)
 
 
 def name_in_torch(node: fx.Node) -> str:
@@ -125,7 +125,7 @@ def find_regions(
     order = {node: place for place, node in enumerate(graph.nodes)}
     inputs = [order[node] for node in graph.nodes if node.op == "placeholder"]
     floor = max(inputs, default=0)
-    fixed = set(weights)
+    fixed, outside = set(weights), set(outside)
     last_write: dict[int, int] = {}
     found: list[_Growing] = []
     growing: _Growing | None = None
@@ -149,7 +149,7 @@ def find_regions(
             continue
         if _is_table(node):
             fixed.add(node)
-        elif node not in outside and _is_dense(node, fixed, plugins):
+        elif outside.isdisjoint([node, *results_of(node)]) and _is_dense(node, fixed, plugins):
             given = set(node.all_input_nodes)
             if given <= fixed:
                 # what is the same in every step is small, and needed where regions end
@@ -158,9 +158,12 @@ def find_regions(
                 if growing is None or not growing.takes(node, last_write):
                     finish()
                     growing = _Growing(floor, order, ran)
-                    growing.takes(node, last_write)
-                taken.update(results_of(node))
-                continue
+                    # a view of what an earlier region has stays an alias of it
+                    if not is_look(node):
+                        growing.takes(node, last_write)
+                if node in growing.members:
+                    taken.update(results_of(node))
+                    continue
         if growing is not None:
             growing.passes(node, place)
         for storage in may_write(node):
@@ -233,9 +236,14 @@ def _is_worth_it(nodes: Collection[fx.Node]) -> bool:
         # what nothing asks for, an engine could not give
         return False
     computing = [node for node in nodes if not is_look(node)]
-    if sum(1 for node in nodes if name_of_op(node)) >= _MIN_CALLS:
+    asked_for = [any(result.users for result in results_of(op) or [op]) for op in _ops(nodes)]
+    if sum(asked_for) >= _MIN_CALLS:
         return True
     return len(computing) >= _MIN_CALLS and any(name_in_torch(n) in PRODUCTS for n in computing)
+
+
+def _ops(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    return [node for node in nodes if name_of_op(node)]
 
 
 def _is_fence(node: fx.Node) -> bool:

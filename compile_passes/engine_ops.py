@@ -166,6 +166,12 @@ def name_of_op(node: fx.Node) -> str:
     return op._opname if op is not None and known else ""
 
 
+def ops_inside(graph: fx.Graph) -> list[str]:
+    """The names of the ops that the graph of an engine has."""
+    ops = [op for node in graph.nodes if (op := op_of(node)) is not None]
+    return [op._opname for op in ops if op.namespace == "mtpgraph_engine"]
+
+
 def results_of(node: fx.Node) -> list[fx.Node]:
     """The nodes that take the several results of an op apart."""
     if not name_of_op(node) or tensor_of(node) is not None:

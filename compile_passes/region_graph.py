@@ -263,7 +263,9 @@ def _copy(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node]) -> fx.Nod
     if (piece := _piece(node)) is not None:
         source, dim, start, length = piece
         return graph.call_function(torch.narrow, (env[source], dim, start, length))
-    if any(given not in env for given in node.all_input_nodes):
+    sizes_given = [given for given in node.all_input_nodes if tensor_of(given) is None]
+    if name in ("view", "reshape") and sizes_given:
+        # also where an op takes the same size: in an engine that is a tensor
         place = free_size(node)
         assert place is not None
         sizes = list(node.args[1] if isinstance(node.args[1], list | tuple) else node.args[1:])

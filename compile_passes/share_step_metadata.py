@@ -16,7 +16,7 @@ import operator
 import torch
 from torch import fx
 
-from ._nodes import describe, op_of
+from ._nodes import describe, op_of, tensor_of
 from ._values import computed_apart, same_value, writer_between
 from ._writes import UNKNOWN, erase_all_unused, mutated, overlap, storages
 from .report import note
@@ -101,6 +101,8 @@ def _replace(copy: fx.Node, kept: fx.Node) -> None:
     copy.replace_all_uses_with(kept)
     copy.graph.erase_node(copy)
     erase_all_unused(kept.graph, sources)
+    if tensor_of(kept) is not None:
+        return
     # the parts of a result are one tensor each: those that were of the copy stand later
     parts: dict[object, fx.Node] = {}
     for part in list(kept.graph.nodes):

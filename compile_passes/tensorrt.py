@@ -20,7 +20,7 @@ from ._nodes import op_of
 from ._writes import may_write, overlap, storages
 from .dense_regions import DTYPES, find_regions
 from .engine_input import EngineInput, engine_inputs
-from .engine_ops import engine_form, name_of_op
+from .engine_ops import engine_form, name_of_op, ops_inside
 from .engine_workshop import Builder, Engine, Workshop
 from .options import Options
 from .region_graph import copy_region, replace_region, with_gaps
@@ -160,7 +160,7 @@ def _replace_regions(
         if not gaps:
             break
         left_out.update(gaps)
-    ops = Counter(name_of_op(node) for region in regions for node in region.ops)
+    ops: Counter[str] = Counter()
     counts: Counter[str] = Counter()
     frozen: dict[str, tuple[int, Tensor]] = {}
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
@@ -183,6 +183,7 @@ def _replace_regions(
         behind = stands_at.get(region.behind, region.behind)
         stands_at[region.behind] = replace_region(gm, region, taken, name, behind)
         if engine is not None:
+            ops.update(ops_inside(program.graph))
             kept = set(map(id, taken.module.parameters()))
             frozen |= {
                 _compat.source_name(node) or node.name: (placeholders.index(node), weight)

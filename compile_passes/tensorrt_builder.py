@@ -101,7 +101,9 @@ class TensorRTBuilder:
                 )
             except Exception as error:
                 # the converter logs the cause and stumbles over the result it does not have
-                raise RuntimeError(_cause(errors) or str(error)) from error
+                if not failed:
+                    raise RuntimeError(_cause(errors) or str(error)) from error
+                engine = b""
         if failed:
             # in a run that was to be timed
             raise RuntimeError(f"a plugin failed: {failed[0]}") from failed[0]

@@ -12,7 +12,7 @@ compared with each other, and all from the topk-th on are stored, in order (``_s
 Longer rows take two launches, each of which reads a key once:
 
     filter    programs share a row by slices. All programs of a row draw the same sample of it and
-              find the same bound, from which on a block of keys should lie (FILLED); what lies
+              find the same bound, from which on a block of keys should lie (``limits``); what lies
               there of its own slice a program stores, in order, with its positions.
     select    a program holds what all slices have left, and goes on as with a short row.
 

@@ -60,6 +60,22 @@ class Steps(nn.Module):
         y.mul_(3)
         return self.up(F.silu(y)), first
 
+    def view_behind_a_write(self, x: Tensor, pool: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.side(F.silu(x))
+        h.add_(1)
+        heads = h.unflatten(1, (2, DIM // 2))
+        y = self.side(F.silu(heads.flatten(1) + x))
+        heads.mul_(2)
+        return h, y
+
+    def view_of_an_input(self, x: Tensor, pool: Tensor) -> tuple[Tensor, Tensor]:
+        own = x * 1
+        own.mul_(2)
+        heads = own.unflatten(1, (2, DIM // 2))
+        y = self.side(F.silu(heads.flatten(1))) + self.side(own)
+        heads.mul_(2)
+        return own, y
+
     def reads_on_both_sides_of_a_write(self, x: Tensor, pool: Tensor) -> tuple[Tensor, Tensor]:
         rows = pool[: x.shape[0]]
         before = self.side(F.silu(rows)) + x
@@ -161,6 +177,8 @@ PARTITIONS: dict[str, list[list[str]]] = {
         ["linear", "relu", "linear", "add"],
     ],
     "a_result_written_later": [["silu", "linear"], ["silu", "linear"]],
+    "view_behind_a_write": [["silu", "linear"], ["add", "silu", "linear"]],
+    "view_of_an_input": [["silu", "linear", "linear", "add"]],
     "reads_on_both_sides_of_a_write": [["silu", "linear", "add"], ["silu", "linear", "add"]],
     "write_of_other_memory": [["linear", "silu", "linear", "add"]],
     "write_of_what_an_earlier_call_read": [["linear", "silu", "linear", "silu", "linear"]],

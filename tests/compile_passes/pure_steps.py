@@ -75,6 +75,22 @@ class PureSteps(nn.Module):
         x = F.relu(self.first(x))
         return self.pure(x, query_start_loc, seq_lens, block_table, slot_mapping, pools)
 
+    def dense_views_by_the_same_size(
+        self,
+        x: Tensor,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        block_table: Tensor,
+        slot_mapping: Tensor,
+        pools: dict[str, Tensor],
+    ) -> tuple[Tensor, ...]:
+        """Views and an op by the number of tokens, in one engine."""
+        num_tokens = x.shape[0]
+        row_lens, row_requests = ops.flatten_decode(query_start_loc, seq_lens, num_tokens)
+        heads = F.relu(self.first(x)).view(num_tokens, 2, DIM // 2)
+        chosen = ops.indexer_topk(heads.reshape(num_tokens, DIM), row_lens, 3)
+        return ops.topk_to_slots(chosen, block_table, row_requests, BLOCK_SIZE), heads * 2
+
     def dense_on_both_sides(
         self,
         x: Tensor,

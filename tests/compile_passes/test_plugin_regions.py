@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from mtpgraph import ops
 from mtpgraph.compile_passes.engine_ops import ENGINE_OPS
 from mtpgraph.compile_passes.report import ReportError
-from tests.helpers import assert_same_bits, strided_pool
+from tests.helpers import assert_same_bits, assert_same_result, strided_pool
 
 from .dense_steps import Compiled
 from .fake_engines import FakeBuilder, builder, library
@@ -80,6 +80,54 @@ def test_ops_and_products_share_an_engine(builder: FakeBuilder, library: PluginL
     assert builder.calls == [["linear", "relu"], ["linear", "relu", "add"]]
     assert builder.ops == [INSIDE[:1], INSIDE[1:]]
     assert (stats.plugins, stats.hybrid) == (dict.fromkeys(INSIDE, 1), {})
+
+
+@torch.no_grad()
+def test_ops_and_views_share_a_size(builder: FakeBuilder, library: PluginLibrary):
+    """To an op the number of tokens comes as a tensor, to a view it does not."""
+    stats = run_step(PureSteps().dense_views_by_the_same_size)
+    inside = ["flatten_decode", "indexer_topk", "topk_to_slots"]
+    assert (builder.ops, stats.findings) == ([inside], [])
+    assert (stats.plugins, stats.hybrid) == (dict.fromkeys(inside, 1), {})
+
+
+@torch.no_grad()
+def test_results_with_gaps_keep_their_op_outside(builder: FakeBuilder, library: PluginLibrary):
+    """Of a symbolic number of heads, no layout of what attention gives can be told."""
+
+    def fn(x: Tensor, starts: Tensor, lens: Tensor, table: Tensor, kv: Tensor) -> Any:
+        q = x.unflatten(1, (x.shape[1] // 4, 4))
+        chosen = ops.indexer_topk(x, lens, 1)
+        out, lse = ops.sparse_mla_decode(q, kv, chosen, table, starts, 0.3, 3)
+        return out, lse, ops.indexer_topk(x + 1, lens, 1)
+
+    compiled = Compiled(fn)
+    x, lens = torch.randn(3, 8), torch.ones(3, dtype=torch.int32)
+    starts, table = torch.arange(4).int(), torch.arange(3).int()[:, None].contiguous()
+    kv = torch.randn(3, BLOCK_SIZE, 4)
+    torch._dynamo.maybe_mark_dynamic(x, 1)
+    expected = fn(x, starts, lens, table, kv)
+    for a, b in zip(compiled.fn(x, starts, lens, table, kv), expected, strict=True):
+        assert_same_result(a, b)
+    assert compiled.stats.hybrid == {"sparse_mla_decode": 1}
+
+
+@torch.no_grad()
+def test_ops_that_nobody_asks_for_are_not_counted(builder: FakeBuilder, library: PluginLibrary):
+    def dead(logits: Tensor, lens: Tensor) -> tuple[Tensor]:
+        ops.indexer_topk(logits, lens, 2)
+        return (ops.indexer_topk(logits, lens, 1),)
+
+    def alive(logits: Tensor, lens: Tensor) -> tuple[Tensor, Tensor]:
+        ops.indexer_topk(logits, lens, 3)
+        return ops.indexer_topk(logits, lens, 2), ops.indexer_topk(logits, lens, 1)
+
+    for fn, engines, plugins in ((dead, {}, {}), (alive, {"built": 1}, {"indexer_topk": 2})):
+        compiled = Compiled(fn, disable_passes=["share_step_metadata"])
+        given = torch.randn(3, 8), torch.tensor([8, 3, 5], dtype=torch.int32)
+        for a, b in zip(compiled(*given), fn(*given), strict=True):
+            assert_same_result(a, b)
+        assert (compiled.stats.engines, compiled.stats.plugins) == (engines, plugins)
 
 
 @torch.no_grad()

@@ -51,6 +51,21 @@ def test_share_step_metadata_leaves_one_of_each(dynamic: bool, dtype: torch.dtyp
     assert probe.manager.findings == []
 
 
+def test_share_step_metadata_with_parts_of_a_lone_result():
+    """An index is any: slices, which cannot be looked up, among them."""
+
+    def step(x, qsl, lens, table, topk_indices):
+        _, row_requests = ops.flatten_decode(qsl, lens, x.shape[0])
+        first = ops.topk_to_slots(topk_indices, table, row_requests, 4)
+        second = ops.topk_to_slots(topk_indices, table, row_requests, 4)
+        return first[:, 0] + second[:, 1] + first[:, 0:2].sum(1) + second[0].sum()
+
+    inputs = make_inputs()
+    result, probe = trace(step, *inputs, passes=[share_step_metadata])
+    assert_same_bits(result, step(*inputs))
+    assert probe.counts == {"share_step_metadata": 1}
+
+
 def test_share_step_metadata_of_a_size_come_by_in_other_ways():
     def step(x, qsl, lens, table, topk_indices):
         first, _ = ops.flatten_decode(qsl, lens, x.shape[0])

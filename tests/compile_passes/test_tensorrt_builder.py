@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import fx
 
-from mtpgraph.compile_passes import tensorrt
+from mtpgraph.compile_passes import tensorrt, tensorrt_plugins
 from mtpgraph.compile_passes.engine_cache import engine_key
 from mtpgraph.compile_passes.engine_input import EngineInput
 from mtpgraph.compile_passes.engine_ops import ENGINE_OPS
@@ -107,6 +107,14 @@ def test_builder_says_what_the_converter_only_logs(
     with pytest.raises(RuntimeError, match=r"^no converter for aten\.foo$"):
         TensorRTBuilder().build(region(half), [wanted], [half])
     assert "no converter" not in caplog.text
+
+    def convert_with_plugin() -> bytes:
+        tensorrt_plugins._local.failed.append(ValueError("row_lens must be int32"))
+        return convert()
+
+    Library(convert_with_plugin).install(monkeypatch)
+    with pytest.raises(RuntimeError, match=r"^a plugin failed: row_lens must be int32$"):
+        TensorRTBuilder().build(region(half), [wanted], [half])
     Library(lambda: b"").install(monkeypatch)
     with pytest.raises(RuntimeError, match="gave no engine"):
         TensorRTBuilder().build(region(half), [wanted], [half])

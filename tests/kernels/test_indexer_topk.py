@@ -70,8 +70,8 @@ each_values = pytest.mark.parametrize("values", VALUES.values(), ids=VALUES.keys
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of 128 and 256 keys, so that rows of hundreds go through the filter, and a topk
-    beyond 64 through the scan; not on the card, which has warps enough for the real ones."""
+    """Blocks of 128 and 256 keys, so that rows of hundreds go through the filter, and a topk of
+    200 through the scan; not on the card, which has warps enough for the real ones."""
     for name, value in {
         "KEYS_PER_THREAD": 8,
         "SHORT_WIDTH": 128,
@@ -135,11 +135,12 @@ def test_topk_whatever_the_filter_leaves(
 ) -> None:
     """Fewer than topk keys, a block, a large block, and more than that."""
     made, left = indexer_topk.plan, int(128 * share)
+    assert made(2, 600, 11, 132)[:2] == (128, 256)
     monkeypatch.setattr(
         indexer_topk, "plan", lambda *args: made(*args)._replace(fewest=left, most=left)
     )
-    assert_equals_sort(**make_inputs(2, 600, 31, device))
-    assert_equals_sort(torch.randn(2, 600, device=device), int32([600, 301], device), 31)
+    assert_equals_sort(**make_inputs(2, 600, 11, device))
+    assert_equals_sort(torch.randn(2, 600, device=device), int32([600, 301], device), 11)
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -168,7 +169,8 @@ def test_topk_of_each_kind_of_values(values: Callable[[int], Tensor], device: st
     """A row in one block, one through the filter, and one by the scan."""
     logits = torch.stack([values(300), values(300)]).to(device)
     assert_equals_sort(logits, int32([300, 101], device), 15)
-    assert_equals_sort(logits[:1], int32([300], device), 70)
+    assert indexer_topk.plan(1, 300, 200, 132) is None
+    assert_equals_sort(logits[:1], int32([300], device), 200)
 
 
 @pytest.mark.parametrize(("width", "topk"), [(1500, 1), (3001, 400), (1100, 550), (1023, 1022)])
