@@ -203,30 +203,3 @@ def _inputs_in(graph: fx.Graph, writes: Callable[[fx.Node], set[int]]) -> tuple[
     """For each input, whether a node writes it."""
     found = set().union(*map(writes, graph.nodes))
     return tuple(overlap(storages(node), found) for node in graph.nodes if node.op == "placeholder")
-
-
-def stats(compiled: Callable[..., Any]) -> Stats:
-    """Counts of a function compiled by either door.
-
-    Args:
-        compiled: what ``torch.compile(fn, backend="mtpgraph")`` or ``mtpgraph.compile(fn)``
-            returned
-
-    Raises:
-        TypeError: ``compiled`` is neither
-    """
-    from .step import CompiledStep
-
-    if isinstance(compiled, CompiledStep):
-        return compiled.stats()
-    if not hasattr(compiled, "_torchdynamo_orig_callable") and not hasattr(compiled, "_orig_mod"):
-        raise TypeError(f"compiled must be a compiled function or step, got {compiled!r}")
-    callables, breaks = _compat.compiled_callables(compiled)
-    artifacts = [entry for entry in callables if isinstance(entry, Artifact)]
-    total = Stats()
-    for artifact in artifacts:
-        total.merge(artifact.stats)
-    total.graph_breaks = breaks
-    # one graph for each stretch between breaks is planned, and one more for each recompile
-    total.recompiles = max(0, len(artifacts) - 1 - breaks)
-    return total

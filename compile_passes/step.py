@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from . import _compat
+from .backend import Artifact
 from .capture import clone
 from .dispatch import Dispatcher
 from .inputs import Batched, Static
@@ -184,3 +185,28 @@ class CompiledStep:
         # what bind would come to, in a tenth of the time
         arguments: Any = dict(zip(self._names, args, strict=True))
         return inspect.BoundArguments(self._signature, arguments)
+
+
+def stats(compiled: Callable[..., Any]) -> Stats:
+    """Counts of a function compiled by either door.
+
+    Args:
+        compiled: what ``torch.compile(fn, backend="mtpgraph")`` or ``mtpgraph.compile(fn)``
+            returned
+
+    Raises:
+        TypeError: ``compiled`` is neither
+    """
+    if isinstance(compiled, CompiledStep):
+        return compiled.stats()
+    if not hasattr(compiled, "_torchdynamo_orig_callable") and not hasattr(compiled, "_orig_mod"):
+        raise TypeError(f"compiled must be a compiled function or step, got {compiled!r}")
+    callables, breaks = _compat.compiled_callables(compiled)
+    artifacts = [entry for entry in callables if isinstance(entry, Artifact)]
+    total = Stats()
+    for artifact in artifacts:
+        total.merge(artifact.stats)
+    total.graph_breaks = breaks
+    # one graph for each stretch between breaks is planned, and one more for each recompile
+    total.recompiles = max(0, len(artifacts) - 1 - breaks)
+    return total

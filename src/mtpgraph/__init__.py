@@ -12,12 +12,11 @@ from ._version import __version__
 from .ops.declare import declare
 
 if TYPE_CHECKING:
-    from .compile_passes.backend import stats
     from .compile_passes.inputs import Batched, Static
     from .compile_passes.options import Options
     from .compile_passes.report import Finding
     from .compile_passes.stats import Stats
-    from .compile_passes.step import CompiledStep, compile
+    from .compile_passes.step import CompiledStep, compile, stats
     from .explanation.record import Explanation
     from .explanation.trace import explain
 
@@ -31,7 +30,7 @@ _LAZY = {
     "Stats": ".compile_passes.stats",
     "compile": ".compile_passes.step",
     "explain": ".explanation.trace",
-    "stats": ".compile_passes.backend",
+    "stats": ".compile_passes.step",
 }
 
 __all__ = [

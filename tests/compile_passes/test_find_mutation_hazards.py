@@ -16,7 +16,6 @@ from torch import Tensor, fx
 
 from mtpgraph import bench_step
 from mtpgraph.compile_passes import _compat, backend
-from mtpgraph.compile_passes.backend import stats
 from mtpgraph.compile_passes.find_host_syncs import find_host_syncs
 from mtpgraph.compile_passes.find_mutation_hazards import (
     find_mutation_hazards,
@@ -24,6 +23,7 @@ from mtpgraph.compile_passes.find_mutation_hazards import (
 )
 from mtpgraph.compile_passes.graph_pass import PassManager
 from mtpgraph.compile_passes.report import Finding
+from mtpgraph.compile_passes.step import stats
 from mtpgraph.example.cache import make_caches
 from mtpgraph.example.model import load
 from tests.compile_passes import support
