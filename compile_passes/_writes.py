@@ -95,7 +95,8 @@ def written(node: fx.Node) -> set[int]:
             ]
         )
     found = storages(node.kwargs.get("out")) if node.op == "call_function" else set()
-    return found | storages(node.args[0]) if _writes_first(node) and node.args else found
+    in_place = _writes_first(node) or _said_in_place(node)
+    return found | storages(node.args[0]) if in_place and node.args else found
 
 
 _WRITING_OPERATORS = frozenset(
@@ -132,6 +133,16 @@ def _writes_first(node: fx.Node) -> bool:
     if node.op == "call_method":
         return named_in_place(str(node.target))
     return node.op == "call_function" and node.target in _WRITING_OPERATORS
+
+
+def _said_in_place(node: fx.Node) -> bool:
+    """A function of torch that writes its first argument: ``torch.relu_``, ``inplace=True``."""
+    if node.op != "call_function" or not _is_of_torch(node.target):
+        return False
+    if named_in_place(getattr(node.target, "__name__", "")):
+        return True
+    given = dict(zip(_parameters(node.target), node.args, strict=False)) | node.kwargs
+    return given.get("inplace") is True
 
 
 # operators that write none of their arguments
@@ -182,10 +193,14 @@ def is_pure(node: fx.Node) -> bool:
     if node.kwargs.get("inplace") or (len(node.args) > 1 and "inplace" in _parameters(node.target)):
         return False
     name = getattr(node.target, "__name__", "")
-    module = getattr(node.target, "__module__", None) or ""
+    return _is_of_torch(node.target) and not named_in_place(name) and name not in _WRITERS
+
+
+def _is_of_torch(function: Any) -> bool:
+    name = getattr(function, "__name__", "")
+    module = getattr(function, "__module__", None) or ""
     # builtins of torch have no module of their own
-    of_torch = module.split(".")[0] == "torch" or getattr(torch, name, None) is node.target
-    return of_torch and not named_in_place(name) and name not in _WRITERS
+    return module.split(".")[0] == "torch" or getattr(torch, name, None) is function
 
 
 def _may_write(packet: OpOverloadPacket, kwargs: dict[str, Any]) -> bool:
@@ -201,11 +216,11 @@ def _may_write(packet: OpOverloadPacket, kwargs: dict[str, Any]) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _parameters(function: Any) -> frozenset[str]:
+def _parameters(function: Any) -> tuple[str, ...]:
     try:
-        return frozenset(inspect.signature(function).parameters)
+        return tuple(inspect.signature(function).parameters)
     except (TypeError, ValueError):
-        return frozenset()
+        return ()
 
 
 def computes(op: OpOverload) -> bool:

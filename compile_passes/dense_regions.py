@@ -53,6 +53,11 @@ _DENSE = PRODUCTS | _POINTWISE | CONCATENATIONS | _ALONG_ROWS | VIEWS
 _TABLES = frozenset({"arange", "eye", "full", "linspace", "logspace", "ones", "tensor", "zeros"})
 # give back what they were given where it is of the dtype already
 _SAME_IF_CAST = frozenset({"bfloat16", "float", "half", "type_as"})
+# give what they are called on another shape in place
+_SHAPES_IN_PLACE = frozenset(
+    {"as_strided_", "resize_", "resize_as_", "set_", "squeeze_", "swapaxes_", "swapdims_", "t_"}
+    | {"transpose_", "unsqueeze_"}
+)
 # of these a size may be left for torch to find out
 _SHAPED_ANEW = frozenset({"view", "reshape"})
 
@@ -126,6 +131,9 @@ def find_regions(
     inputs = [order[node] for node in graph.nodes if node.op == "placeholder"]
     floor = max(inputs, default=0)
     fixed, outside = set(weights), set(outside)
+    # the tracer recorded the last of their shapes alone
+    shaped = set().union(*(storages(n.args) for n in graph.nodes if _shapes_in_place(n)))
+    outside.update(n for n in graph.nodes if storages([n, *n.all_input_nodes]) & shaped)
     last_write: dict[int, int] = {}
     found: list[_Growing] = []
     growing: _Growing | None = None
@@ -154,7 +162,7 @@ def find_regions(
             if given <= fixed:
                 # what is the same in every step is small, and needed where regions end
                 fixed.add(node)
-            elif not (is_look(node) and not (growing and given & growing.members.keys())):
+            elif not is_look(node) or (growing and _base(node) in growing.members):
                 if growing is None or not growing.takes(node, last_write):
                     finish()
                     growing = _Growing(floor, order, ran)
@@ -225,6 +233,15 @@ def is_look(node: fx.Node) -> bool:
     return is_view(node) or (
         name_in_torch(node) in _SAME_IF_CAST and storages(node) <= storages(node.args[0])
     )
+
+
+def _base(look: fx.Node) -> Any:
+    """What a view is of, or a cast that changes nothing; any other argument says how alone."""
+    return look.args[0] if look.args else None
+
+
+def _shapes_in_place(node: fx.Node) -> bool:
+    return node.op == "call_method" and node.target in _SHAPES_IN_PLACE
 
 
 def _enters_autocast(node: fx.Node) -> bool:

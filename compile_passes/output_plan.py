@@ -93,8 +93,9 @@ class OutputPlan:
             TypeError: an output is neither a tensor nor a constant
             ValueError: the real rows of an output are not known to stand in front
         """
-        units = _units(sizes, inputs, buffers, specs)
-        known = {
+        units = {unit: unit for unit in _UNITS.values()} | _units(sizes, inputs, buffers, specs)
+        # a buffer that the graph does not take is as long as was declared
+        known = {id(buffer): _declared(buffer, specs[name]) for name, buffer in buffers.items()} | {
             id(value): expressions
             for value, expressions in zip(
                 (*results, *inputs), (*sizes.outputs, *sizes.inputs), strict=True
@@ -201,6 +202,12 @@ def _units(
     seen = _symbols(size for shape in sizes.inputs if isinstance(shape, tuple) for size in shape)
     alone = _symbols(size for size in sizes.inputs if not isinstance(size, tuple | NoneType))
     return units | dict.fromkeys(alone - seen, _UNSEEN)
+
+
+def _declared(buffer: Tensor, spec: Batched) -> tuple[Any, ...]:
+    sizes: list[Any] = list(buffer.shape)
+    sizes[spec.dim] = _UNITS[spec.per] + spec.extra
+    return tuple(sizes)
 
 
 def _symbols(expressions: Iterable[Any]) -> set[Any]:

@@ -139,8 +139,14 @@ def replace_region(
     # a view of a result is made outside, of the result
     for node in region.nodes:
         if node not in env and is_look(node) and node.args[0] in env:
+            base = env[node.args[0]]
+
+            def known(given: fx.Node, base: fx.Node = base) -> fx.Node:
+                # of another member it takes the dtype, which is its own
+                return env.get(given, base if given in members else given)
+
             with graph.inserting_after(last):
-                last = env[node] = graph.node_copy(node, lambda given: env.get(given, given))
+                last = env[node] = graph.node_copy(node, known)
             _compat.copy_meta(node, last)
     for node, value in env.items():
         node.replace_all_uses_with(value, lambda user: user not in members)

@@ -76,6 +76,21 @@ class Steps(nn.Module):
         heads.mul_(2)
         return own, y
 
+    def shape_in_place(self, x: Tensor, pool: Tensor) -> Tensor:
+        heads = (x * 2).unflatten(1, (2, DIM // 2))
+        heads.transpose_(1, 2)
+        return self.side(F.silu(heads).flatten(1)) + x
+
+    def cast_of_an_input_to_a_result(self, x: Tensor, pool: Tensor) -> Tensor:
+        hidden = F.silu(self.side(x))
+        pool.to(hidden).add_(1)
+        pool.type_as(hidden)[:, :4].mul_(2)
+        return hidden
+
+    def cast_of_a_result_to_another(self, x: Tensor, pool: Tensor) -> Tensor:
+        hidden = self.side(x)
+        return hidden.type_as(F.silu(hidden))
+
     def reads_on_both_sides_of_a_write(self, x: Tensor, pool: Tensor) -> tuple[Tensor, Tensor]:
         rows = pool[: x.shape[0]]
         before = self.side(F.silu(rows)) + x
@@ -177,6 +192,9 @@ PARTITIONS: dict[str, list[list[str]]] = {
         ["linear", "relu", "linear", "add"],
     ],
     "a_result_written_later": [["silu", "linear"], ["silu", "linear"]],
+    "shape_in_place": [["linear", "add"]],
+    "cast_of_an_input_to_a_result": [["linear", "silu"]],
+    "cast_of_a_result_to_another": [["linear"]],
     "view_behind_a_write": [["silu", "linear"], ["add", "silu", "linear"]],
     "view_of_an_input": [["silu", "linear", "linear", "add"]],
     "reads_on_both_sides_of_a_write": [["silu", "linear", "add"], ["silu", "linear", "add"]],

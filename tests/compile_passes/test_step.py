@@ -297,6 +297,32 @@ def test_step_returns_a_copy_of_an_input_it_passes_on():
     assert first.tolist() == [1, 1, 1]
 
 
+@pytest.mark.parametrize("clone_outputs", [False, True])
+def test_step_passes_on_an_input_that_its_graph_does_not_take(clone_outputs: bool):
+    step = mtpgraph.compile(
+        lambda x, lens, starts, y: [x, lens, starts, y * 2],
+        sizes=[4],
+        engine="eager",
+        inputs={
+            "x": Batched(per="token"),
+            "lens": Batched(),
+            "starts": Batched(extra=1, pad="last"),
+            "y": Batched(per="token"),
+        },
+        next_n=2,
+        clone_outputs=clone_outputs,
+    )
+    for num_tokens in (5, 3, 7):
+        given = [
+            torch.randn(num_tokens, 2),
+            torch.tensor([7, 8, 9]),
+            torch.tensor([0, 1, 2, num_tokens]),
+            torch.randn(num_tokens),
+        ]
+        for actual, expected in zip(step(*given), [*given[:3], given[3] * 2], strict=True):
+            assert_same_bits(actual, expected)
+
+
 def test_step_returns_a_copy_of_a_view_of_an_input():
     step = mtpgraph.compile(
         lambda x: (x.unsqueeze(1), x + 1), sizes=[4], engine="eager", inputs={"x": Batched(0)}
@@ -531,10 +557,20 @@ def test_what_holds_tensors_and_was_not_declared_is_inferred():
     assert step.inputs == {"x": Batched(0), "other": Static()}
 
 
+WRITES: list[Callable[[Tensor], Any]] = [
+    lambda x: x.add_(1),
+    lambda x: torch.relu_(x),
+    lambda x: torch.nn.functional.relu(x, inplace=True),
+    lambda x: torch.nn.functional.silu(x, True),
+    lambda x: torch.neg(x, out=x),
+]
+
+
 @mixes_rows
-def test_step_refuses_a_write_to_what_is_only_a_copy():
+@pytest.mark.parametrize("write", WRITES, ids=["method", "name", "inplace", "by-place", "out"])
+def test_step_refuses_a_write_to_what_is_only_a_copy(write: Callable[[Tensor], Any]):
     def fn(x: Tensor) -> Tensor:
-        x.add_(1)
+        write(x)
         return x * 2
 
     step = mtpgraph.compile(fn, engine="eager", inputs={"x": Batched(0)})
