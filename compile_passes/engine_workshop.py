@@ -63,7 +63,7 @@ class Workshop:
         # without weights in them, the engines of equal layers are one
         self._made: dict[tuple[str, torch.device], Engine] = {}
         # of this graph, which may be split more than once
-        self._seen: dict[Any, tuple[Engine, str]] = {}
+        self._seen: dict[Any, tuple[Engine | None, str]] = {}
 
     def plugins(self) -> tuple[Collection[str], str]:
         """The ops that engines can hold, and what is wrong with the library's plugins, if there are
@@ -91,16 +91,14 @@ class Workshop:
             gm, inputs, outputs: see ``Builder.build``
         """
         key = (place, describe(gm.graph), *inputs, *map(id, gm.parameters()))
-        if key in self._seen:
-            return self._seen[key]
-        try:
-            # Dynamo compiles the step just now: its sizes and fake tensors are none of the engine's
-            with _compat.outside_of_tracing():
-                made = self._get(gm, inputs, outputs)
-        except Exception as error:
-            return None, _first_line(error)
-        self._seen[key] = made
-        return made
+        if key not in self._seen:
+            try:
+                # Dynamo compiles the step just now: its sizes and fake tensors are not the engine's
+                with _compat.outside_of_tracing():
+                    self._seen[key] = self._get(gm, inputs, outputs)
+            except Exception as error:
+                self._seen[key] = None, _first_line(error)
+        return self._seen[key]
 
     def _get(
         self, gm: fx.GraphModule, inputs: Sequence[EngineInput], outputs: Sequence[torch.dtype]
