@@ -49,7 +49,8 @@ class EngineInput:
         if value.dtype != self.bytes_of:
             return None
         value = value.contiguous()
-        if value.shape[-1] % 4 or value.storage_offset() % 4:
+        word = self.dtype.itemsize
+        if value.shape[-1] % word or value.storage_offset() % word:
             return None
         words = value.view(self.dtype)
         return words if self.fits(words) else None

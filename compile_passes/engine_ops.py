@@ -70,15 +70,17 @@ ENGINE_OPS: dict[str, EngineOp] = {}
 _LIBRARY = torch.library.Library("mtpgraph_engine", "FRAGMENT")
 
 
-def _define(schema: str, results: Callable[..., list[Shaped]], **bytes_of: torch.dtype) -> None:
-    """Register a twin.
+def _define(
+    name: str, results: Callable[..., list[Shaped]], schema: str = "", **bytes_of: torch.dtype
+) -> None:
+    """Register the twin of an op.
 
     Args:
-        schema: the arguments of the op, tensors first
+        name: that of the op
         results: see ``EngineOp``
-        bytes_of: the same
+        schema: the arguments of the twin, tensors first, where they are not those of the op
+        bytes_of: see ``EngineOp``
     """
-    name = schema[: schema.index("(")]
     op = getattr(torch.ops.mtpgraph, name).default
 
     def run(*args: Any) -> Any:
@@ -89,7 +91,10 @@ def _define(schema: str, results: Callable[..., list[Shaped]], **bytes_of: torch
         return op(*given)
 
     call = _run_flatten_decode if name == "flatten_decode" else run
-    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.define(
+        schema or str(op._schema).removeprefix("mtpgraph::").replace("SymInt", "int"),
+        tags=(torch.Tag.pt2_compliant_tag,),
+    )
     _LIBRARY.impl(name, call, "CompositeExplicitAutograd")
     # on fake tensors the op gives fake results
     torch.library.register_fake(f"mtpgraph_engine::{name}", call, lib=_LIBRARY)
@@ -112,45 +117,42 @@ def _run_flatten_decode(
 
 
 _define(
-    # num_tokens is negative where rows tells
-    "flatten_decode(Tensor query_start_loc, Tensor seq_lens, Tensor rows, int num_tokens)"
-    " -> (Tensor row_lens, Tensor row_requests)",
+    "flatten_decode",
     lambda rows, num_tokens, **_: (
         [((rows.shape[0] if num_tokens < 0 else num_tokens,), torch.int32)] * 2
     ),
+    # num_tokens is negative where rows tells
+    "flatten_decode(Tensor query_start_loc, Tensor seq_lens, Tensor rows, int num_tokens)"
+    " -> (Tensor row_lens, Tensor row_requests)",
 )
 _define(
-    "expand_block_table(Tensor block_table, Tensor row_requests) -> Tensor",
+    "expand_block_table",
     lambda block_table, row_requests: [
         ((row_requests.shape[0], block_table.shape[1]), torch.int32)
     ],
 )
 _define(
-    "indexer_logits(Tensor q, Tensor weights, Tensor k_cache, Tensor block_table,"
-    " Tensor query_start_loc, Tensor seq_lens, int max_seq_len) -> Tensor",
+    "indexer_logits",
     lambda q, max_seq_len, **_: [((q.shape[0], max_seq_len), torch.float32)],
     q=torch.float8_e4m3fn,
     k_cache=torch.uint8,
 )
 _define(
-    "indexer_topk(Tensor logits, Tensor row_lens, int topk) -> Tensor",
+    "indexer_topk",
     lambda logits, topk, **_: [((logits.shape[0], topk), torch.int32)],
 )
 _define(
-    "indexer_select(Tensor q, Tensor weights, Tensor k_cache, Tensor block_table,"
-    " Tensor query_start_loc, Tensor seq_lens, int max_seq_len, int topk) -> Tensor",
+    "indexer_select",
     lambda q, topk, **_: [((q.shape[0], topk), torch.int32)],
     q=torch.float8_e4m3fn,
     k_cache=torch.uint8,
 )
 _define(
-    "topk_to_slots(Tensor topk_indices, Tensor block_table, Tensor row_requests, int block_size)"
-    " -> Tensor",
+    "topk_to_slots",
     lambda topk_indices, **_: [(tuple(topk_indices.shape), torch.int32)],
 )
 _define(
-    "sparse_mla_decode(Tensor q, Tensor kv_cache, Tensor topk_indices, Tensor block_table,"
-    " Tensor query_start_loc, float scale, int latent_dim) -> (Tensor out, Tensor lse)",
+    "sparse_mla_decode",
     lambda q, latent_dim, **_: [
         ((q.shape[0], q.shape[1], latent_dim), q.dtype),
         ((q.shape[0], q.shape[1]), torch.float32),
@@ -162,14 +164,16 @@ _define(
 def name_of_op(node: fx.Node) -> str:
     """The name of the op of ``ENGINE_OPS`` that a node calls; empty for any other node."""
     op = op_of(node)
-    known = op is not None and op.namespace == "mtpgraph" and op._opname in ENGINE_OPS
-    return op._opname if op is not None and known else ""
+    if op is None or op.namespace != "mtpgraph":
+        return ""
+    return op._opname if op._opname in ENGINE_OPS else ""
 
 
-def ops_inside(graph: fx.Graph) -> list[str]:
-    """The names of the ops that the graph of an engine has."""
+def pure_ops(graph: fx.Graph, namespace: str) -> list[str]:
+    """The names of the ops of a namespace that the calls of a graph are of, but for those that
+    write: of a step's graph in torch, or of the twins in an engine's."""
     ops = [op for node in graph.nodes if (op := op_of(node)) is not None]
-    return [op._opname for op in ops if op.namespace == "mtpgraph_engine"]
+    return [op._opname for op in ops if op.namespace == namespace and not op._schema.is_mutable]
 
 
 def results_of(node: fx.Node) -> list[fx.Node]:

@@ -16,11 +16,10 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from . import _compat
-from ._nodes import op_of
 from ._writes import may_write, overlap, storages
 from .dense_regions import DTYPES, find_regions
 from .engine_input import EngineInput, engine_inputs
-from .engine_ops import engine_form, name_of_op, ops_inside
+from .engine_ops import engine_form, name_of_op, pure_ops
 from .engine_workshop import Builder, Engine, Workshop
 from .options import Options
 from .region_graph import copy_region, replace_region, with_gaps
@@ -183,14 +182,14 @@ def _replace_regions(
         behind = stands_at.get(region.behind, region.behind)
         stands_at[region.behind] = replace_region(gm, region, taken, name, behind)
         if engine is not None:
-            ops.update(ops_inside(program.graph))
+            ops.update(pure_ops(program.graph, "mtpgraph_engine"))
             kept = set(map(id, taken.module.parameters()))
             frozen |= {
                 _compat.source_name(node) or node.name: (placeholders.index(node), weight)
                 for node, weight in weights.items()
                 if id(weight) in kept
             }
-    hybrid = Counter(_pure_ops(gm.graph))
+    hybrid = Counter(pure_ops(gm.graph, "mtpgraph"))
     return HybridStep(gm, FrozenWeights(frozen), counts, hybrid, ops, [])
 
 
@@ -291,13 +290,6 @@ class HybridStep:
     def __call__(self, *args: Any) -> Any:
         self.frozen.check_given(args)
         return self.gm.forward(*args)
-
-
-def _pure_ops(graph: fx.Graph) -> list[str]:
-    """Ops of this package that write nothing and run in torch."""
-    ops = [op for node in graph.nodes if (op := op_of(node)) is not None]
-    ours = [op for op in ops if op.namespace == "mtpgraph" and not op._schema.is_mutable]
-    return [op._opname for op in ours]
 
 
 def _weights(graph: fx.Graph, example_inputs: Sequence[Any]) -> dict[fx.Node, Tensor]:
