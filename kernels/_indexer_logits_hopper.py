@@ -5,22 +5,22 @@ The layouts are those of ``indexer_logits``, as far as ``supports`` takes them.
 Grid (multiprocessors,), for as long as there is work: a program finds its run of tiles of 128 keys
 in the lengths, as there. Its warps have roles:
 
-    load     two warps: the queries and weights of a request, then the keys and scales of its tiles,
-             by block id, through the tensor memory accelerator into shared memory
-    score    three groups of four warps, each with every third tile in registers (operand A of the
-             tensor cores), against the queries of one row after the other (operand B)
-    fill     two warps: -inf behind the tiles of a request, and the rows of no request; or the
-             lengths of the rows
+    load_keys     one warp: the keys and scales of the tiles, by block id, through the tensor memory
+                  accelerator into shared memory
+    load_queries  one warp: the queries and weights of their requests, likewise
+    score         three groups of four warps, each with every third tile in registers (operand A of
+                  the tensor cores), against the queries of one row after the other (operand B)
+    fill          two warps: -inf behind the tiles of a request, and the rows of no request; or the
+                  lengths of the rows
 
 A stage of shared memory always goes to the same group: a group that could find a stage after
 another had used it might take the keys before for its own, as barriers tell odd phases from even
 ones alone.
 
-Each row of a tile costs 128 cycles of the tensor cores and about 92 instructions a warp. While one
-half of the tile is weighed, the products of the other run: two accumulators take turns, over two
-rows at a time, as the compiler lets no product be under way across the end of a loop. A relu is
-doubled, and the scale halved: a sum above 2**127 overflows, and one of products that are all zero
-may be -0.0.
+Each row of a tile costs 256 cycles of the tensor cores and about 180 instructions a warp. A group
+waits for its own products, and weighs them while those of the other groups run. A relu is doubled,
+and the scale halved: a sum above 2**127 overflows, and one of products that are all zero may be
+-0.0.
 """
 
 import torch
@@ -58,6 +58,8 @@ BLOCK_REQUESTS = 256
 # As few requests have too few tiles for the next queries to be loaded ahead of.
 MIN_REQUESTS_AHEAD = 33
 
+NUMBERS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))  # one by one
+
 # Triton 3.6 calls it thread_barrier
 group_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 
@@ -82,7 +84,7 @@ def request_rows(request, batch):
 
 @gluon.jit
 def tile_work(start, stop):
-    return (gl.maximum(stop - start, 0) + LOAD_COST).to(gl.int64)
+    return gl.maximum(stop - start, 0) + LOAD_COST
 
 
 @gluon.jit
@@ -91,97 +93,136 @@ def add(a, b):
 
 
 @gluon.jit
-def find_run(batch, REQUESTS: gl.constexpr):
-    """As ``_runs.find_run``: ``request, passed, begin, end``."""
-    num_reqs = batch[3]
-    LAYOUT: gl.constexpr = gl.BlockedLayout([REQUESTS // 128], [32], [4], [0])
-    block = gl.arange(0, REQUESTS, layout=LAYOUT)
-    start, stop, _, tiles = request_rows(block, batch)
-    first_work = tiles * tile_work(start, stop)
-    first_total = gl.sum(first_work, axis=0)
-    total = first_total
-    for first in range(REQUESTS, num_reqs, REQUESTS):
-        start, stop, _, tiles = request_rows(first + block, batch)
-        total += gl.sum(tiles * tile_work(start, stop), axis=0)
-    program = gl.program_id(0).to(gl.int64)
-    programs = gl.num_programs(0)
-    begin = total * program // programs
-    end = total * (program + 1) // programs
-
-    ends = gl.associative_scan(first_work, 0, add)
-    before = (ends <= begin) & (block < num_reqs)
-    request = gl.sum(before.to(gl.int32), axis=0)
-    passed = gl.max(gl.where(before, ends, 0), axis=0)
-    seen = first_total
-    for first in range(REQUESTS, num_reqs, REQUESTS):
-        start, stop, _, tiles = request_rows(first + block, batch)
-        work = tiles * tile_work(start, stop)
-        ends = seen + gl.associative_scan(work, 0, add)
-        before = (ends <= begin) & (first + block < num_reqs)
-        request += gl.sum(before.to(gl.int32), axis=0)
-        passed = gl.maximum(passed, gl.max(gl.where(before, ends, 0), axis=0))
-        seen += gl.sum(work, axis=0)
-    return request, passed, begin, end
+def number(smem, index):
+    """One of the numbers in shared memory."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    return gl.max(smem.index(index).load(LAYOUT), axis=0)
 
 
 @gluon.jit
-def run_of(passed, begin, end, start, stop, tiles):
-    """First and last tile of a request that belong to a program, and the work up to its end.
-
-    A tile belongs to the program in whose run its work begins.
+def find_run(first_rows, batch, table, ends_smem, MANY: gl.constexpr):
+    """As ``_runs.find_run``, in int32: ``begin, end`` of the program's run, the request that it
+    begins in, and ``rows_of`` that request. ``first_rows`` are those of the first requests; MANY:
+    there are more.
     """
-    work = tile_work(start, stop)
-    first = gl.maximum((begin - passed + work - 1) // work, 0).to(gl.int32)
-    last = gl.minimum((end - passed + work - 1) // work, tiles.to(gl.int64)).to(gl.int32)
-    return first, last, passed + tiles * work
+    start, stop, _, tiles = first_rows
+    num_reqs = batch[3]
+    REQUESTS: gl.constexpr = start.shape[0]
+    block = gl.arange(0, REQUESTS, layout=start.type.layout)
+    ends = gl.associative_scan(tiles * tile_work(start, stop), 0, add)
+    ends_smem._reinterpret(gl.int32, [REQUESTS], NUMBERS).store(ends)
+    seen = number(ends_smem, REQUESTS - 1)
+    total = seen
+    if MANY:
+        for first in range(REQUESTS, num_reqs, REQUESTS):
+            start, stop, _, tiles = request_rows(first + block, batch)
+            total += gl.sum(tiles * tile_work(start, stop), axis=0)
+    share = total // gl.num_programs(0)
+    rest = total - share * gl.num_programs(0)
+    begin = share * gl.program_id(0) + gl.minimum(gl.program_id(0), rest)
+    end = begin + share + (gl.program_id(0) < rest).to(gl.int32)
+
+    request = gl.sum(((ends <= begin) & (block < num_reqs)).to(gl.int32), axis=0)
+    passed = gl.where(request > 0, number(ends_smem, gl.maximum(request - 1, 0)), 0)
+    if MANY:
+        for first in range(REQUESTS, num_reqs, REQUESTS):
+            start, stop, _, tiles = request_rows(first + block, batch)
+            work = tiles * tile_work(start, stop)
+            ends = seen + gl.associative_scan(work, 0, add)
+            before = (ends <= begin) & (first + block < num_reqs)
+            request += gl.sum(before.to(gl.int32), axis=0)
+            passed = gl.maximum(passed, gl.max(gl.where(before, ends, 0), axis=0))
+            seen += gl.sum(work, axis=0)
+    # What the partitions take over may be laid over these numbers, without a barrier between.
+    group_barrier()
+    start, stop, seq_len, first, last, passed = rows_of(request, passed, begin, end, batch)
+    # On its way into the L2 while the warps take up their roles.
+    block_table_ptr, table_stride, num_blocks = table
+    entry_ptr = block_table_ptr + request.to(gl.int64) * table_stride + first * 2
+    PREFETCH: gl.constexpr = "@$2 prefetch.global.L2 [$1]; mov.u32 $0, 0;"
+    gl.inline_asm_elementwise(
+        PREFETCH, "=r,l,b", [entry_ptr, first < last], dtype=gl.int32, is_pure=False, pack=1
+    )
+    return begin, end, request, start, stop, seq_len, first, last, passed
 
 
 @gluon.jit
-def load(batch, run, table, sources, smem, bars, ROWS: gl.constexpr, SLOTS: gl.constexpr,
-         HEADS: gl.constexpr):  # fmt: skip
-    request, passed, begin, end = run
-    num_reqs, max_seq_len = batch[3], batch[4]
-    block_table_ptr, table_stride, num_blocks = table
-    q_desc, weights_desc, codes_desc, scales_desc = sources
-    q_smem, weights_smem, codes_smem, scales_smem = smem
-    q_full, q_empty, keys_full, keys_empty = bars
+def rows_of(request, passed, begin, end, batch):
+    """The rows of a request and its sequence length; the first tile of it that belongs to the run
+    ``begin .. end - 1``, and the one behind the last; and the work up to the request's end.
+
+    A tile belongs to the run in which its work begins.
+    """
+    start, stop, seq_len, tiles = request_rows(request, batch)
+    work = tile_work(start, stop)
+    first = gl.maximum((begin - passed + work - 1) // work, 0)
+    last = gl.minimum((end - passed + work - 1) // work, tiles)
+    return start, stop, seq_len, first, last, passed + tiles * work
+
+
+@gluon.jit
+def load_queries(batch, run, sources, smem, bars, ROWS: gl.constexpr, SLOTS: gl.constexpr,
+                 HEADS: gl.constexpr):  # fmt: skip
+    begin, end, request, start, stop, seq_len, first, last, passed = run
+    num_reqs = batch[3]
+    q_desc, weights_desc = sources
+    q_smem, weights_smem = smem
+    q_full, q_empty = bars
 
     ROW_BYTES: gl.constexpr = HEADS * (DIM + 4)
-    AHEAD: gl.constexpr = 32
-    lanes = gl.arange(0, AHEAD, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-    stage = 0
-    phase = 1
     slot = 0
     slot_phase = 1
-    while (passed < end) & (request < num_reqs):
-        start, stop, seq_len, tiles = request_rows(request, batch)
-        first, last, passed = run_of(passed, begin, end, start, stop, tiles)
+    more = begin < end
+    while more:
         if last > first:
-            table_row = block_table_ptr + request.to(gl.int64) * table_stride
-            keys = gl.minimum(seq_len, max_seq_len)
-            last_column = gl.minimum(last * 2, (keys + BLOCK - 1) // BLOCK)
             for row in range(start, stop, ROWS):
                 rows = gl.minimum(stop - row, ROWS)
-                columns = first * 2 + lanes
-                blocks = gl.load(
-                    table_row + columns.to(gl.int64), mask=columns < last_column, other=0
-                )
                 mbarrier.wait(q_empty.index(slot), slot_phase)
                 for n in gl.static_range(1, ROWS + 1):
                     mbarrier.expect(q_full.index(slot), n * ROW_BYTES, pred=rows == n)
-                for n in gl.static_range(ROWS):
+                for n in range(0, rows):
                     tma.async_copy_global_to_shared(
                         q_desc, [(row + n) * HEADS, 0], q_full.index(slot),
-                        q_smem.index(slot * ROWS + n), pred=n < rows,
+                        q_smem.index(slot * ROWS + n),
                     )  # fmt: skip
                     tma.async_copy_global_to_shared(
                         weights_desc, [(row + n) * HEADS], q_full.index(slot),
-                        weights_smem.index(slot * ROWS + n), pred=n < rows,
+                        weights_smem.index(slot * ROWS + n),
                     )  # fmt: skip
                 slot += 1
                 if slot == SLOTS:
                     slot = 0
                     slot_phase ^= 1
+        request += 1
+        more = (passed < end) & (request < num_reqs)
+        if more:
+            start, stop, seq_len, first, last, passed = rows_of(request, passed, begin, end, batch)
+
+
+@gluon.jit
+def load_keys(batch, run, table, sources, smem, bars, ROWS: gl.constexpr):
+    begin, end, request, start, stop, seq_len, first, last, passed = run
+    num_reqs, max_seq_len = batch[3], batch[4]
+    block_table_ptr, table_stride, num_blocks = table
+    codes_desc, scales_desc = sources
+    codes_smem, scales_smem = smem
+    keys_full, keys_empty = bars
+
+    AHEAD: gl.constexpr = 32
+    lanes = gl.arange(0, AHEAD, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    stage = 0
+    phase = 1
+    more = begin < end
+    while more:
+        if last > first:
+            table_row = block_table_ptr + request.to(gl.int64) * table_stride
+            keys = gl.minimum(seq_len, max_seq_len)
+            last_column = gl.minimum(last * 2, (keys + BLOCK - 1) // BLOCK)
+            for row in range(start, stop, ROWS):
+                columns = first * 2 + lanes
+                blocks = gl.load(
+                    table_row + columns.to(gl.int64), mask=columns < last_column, other=0
+                )
                 for chunk in range(first, last, AHEAD // 2):
                     columns = chunk * 2 + AHEAD + lanes
                     next_blocks = gl.load(
@@ -208,6 +249,9 @@ def load(batch, run, table, sources, smem, bars, ROWS: gl.constexpr, SLOTS: gl.c
                             phase ^= 1
                     blocks = next_blocks
         request += 1
+        more = (passed < end) & (request < num_reqs)
+        if more:
+            start, stop, seq_len, first, last, passed = rows_of(request, passed, begin, end, batch)
 
 
 @gluon.jit
@@ -217,12 +261,6 @@ def multiply(codes, q):
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 32])
     zero = gl.full([BLOCK, HEADS], 0.0, gl.float32, layout=MMA)
     return warpgroup_mma(codes, q.permute((1, 0)), zero, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def multiply_into(codes, q, dots, never):
-    """The same, in the registers of ``dots``: left to itself, the compiler takes new ones."""
-    return warpgroup_mma(codes, q.permute((1, 0)), dots, use_acc=never, is_async=True)
 
 
 @gluon.jit
@@ -239,8 +277,7 @@ def add_products(total, x, y):
 
     Fused by hand, so that every copy of the code rounds alike.
     """
-    COUNT: gl.constexpr = x.shape[2]
-    HALF: gl.constexpr = COUNT // 2
+    HALF: gl.constexpr = x.shape[2] // 2
     x0, x1 = gl.split(gl.permute(gl.reshape(x, [BLOCK, 4, 2, HALF]), (0, 1, 3, 2)))
     y0, y1 = gl.split(gl.permute(gl.reshape(y, [BLOCK, 4, 2, HALF]), (0, 1, 3, 2)))
     if HALF == 1:
@@ -304,15 +341,16 @@ def sum_quads(left, right):
 
 
 @gluon.jit
-def store_scores(left, right, scale, positions, last_position, out_ptr, mask):
+def store_scores(left, right, scale, positions, last_position, row_ptr, mask):
     scores = sum_quads(left, right) * scale
-    gl.store(out_ptr, gl.where(positions <= last_position, scores, float("-inf")), mask=mask)
+    scores = gl.where(positions <= last_position, scores, float("-inf"))
+    gl.store(row_ptr + positions, scores, mask=mask)
 
 
 @gluon.jit
 def score(batch, run, table, logits, smem, bars, ROWS: gl.constexpr, SLOTS: gl.constexpr,
           HEADS: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
-    request, passed, begin, end = run
+    begin, end, request, start, stop, seq_len, first, last, passed = run
     num_reqs, max_seq_len = batch[3], batch[4]
     block_table_ptr, table_stride, num_blocks = table
     logits_ptr, logits_stride = logits
@@ -336,32 +374,27 @@ def score(batch, run, table, logits, smem, bars, ROWS: gl.constexpr, SLOTS: gl.c
     count = 0  # tiles of the group
     slot = 0
     slot_phase = 0
-    while (passed < end) & (request < num_reqs):
-        start, stop, seq_len, tiles = request_rows(request, batch)
-        first, last, passed = run_of(passed, begin, end, start, stop, tiles)
+    more = begin < end
+    while more:
         if last > first:
             columns = (gl.minimum(seq_len, max_seq_len) + BLOCK - 1) // BLOCK
-            columns = gl.minimum(columns, last * 2) - half
+            columns = gl.minimum(columns, last * 2)
             table_row = block_table_ptr + request.to(gl.int64) * table_stride
-            table_row = table_row + half.to(gl.int64)
             for row in range(start, stop, ROWS):
                 rows = gl.minimum(stop - row, ROWS)
                 mine = first + (GROUP + GROUPS - done % GROUPS) % GROUPS
-                row_ptr = logits_ptr + row.to(gl.int64) * logits_stride + keys
+                row_ptr = logits_ptr + row.to(gl.int64) * logits_stride
                 # A tile ahead; whether a block is outside the pool is all that is asked of it.
-                block = gl.load(
-                    table_row + (mine * 2).to(gl.int64), mask=mine * 2 < columns, other=-1
-                )
+                column = mine * 2 + half
+                block = gl.load(table_row + column, mask=column < columns, other=-1)
                 mbarrier.wait(q_full.index(slot), slot_phase)
                 for tile in range(mine, last, GROUPS):
                     stage = GROUP + GROUPS * (count & 1)
                     known = (block >= 0) & (block < num_blocks)
                     # The last position that the row sees; none of an unknown block.
                     last_position = gl.where(known, row + (seq_len - stop), -1 - ROWS)
-                    column = (tile + GROUPS) * 2
-                    block = gl.load(
-                        table_row + column.to(gl.int64), mask=column < columns, other=-1
-                    )
+                    column = (tile + GROUPS) * 2 + half
+                    block = gl.load(table_row + column, mask=column < columns, other=-1)
                     mbarrier.wait(keys_full.index(stage), (count >> 1) & 1)
                     count += 1
                     scale = scales_smem.index(stage).reshape([TILE]).load(KEY) * 0.5
@@ -370,48 +403,24 @@ def score(batch, run, table, logits, smem, bars, ROWS: gl.constexpr, SLOTS: gl.c
                     mbarrier.arrive(keys_empty.index(stage), count=1)
 
                     positions = tile * TILE + keys
-                    out_ptr = row_ptr + tile * TILE
+                    out_ptr = row_ptr  # of scalars: a pointer a thread would spill
                     mask = positions < max_seq_len
                     box = slot * ROWS
                     # Else the compiler puts one into each loop.
                     group_barrier()
-                    for n in range(0, rows - 1, 2):
-                        q, next_q = q_smem.index(box + n), q_smem.index(box + n + 1)
+                    for n in range(0, rows):
+                        q = q_smem.index(box + n)
                         left = multiply(left_codes, q)
                         right = multiply(right_codes, q)
                         weights = weights_smem.index(box + n).load(HEAD)
-                        left = warpgroup_mma_wait(1, deps=[left])
+                        left, right = warpgroup_mma_wait(0, deps=[left, right])
                         left_sum = weigh(left, weights)
-                        next_left = multiply_into(left_codes, next_q, left, rows < 0)
-                        right, left_sum = warpgroup_mma_wait(1, deps=[right, left_sum])
-                        right_sum = weigh(right, weights)
-                        next_right = multiply_into(right_codes, next_q, right, rows < 0)
-                        store_scores(
-                            left_sum, right_sum, scale, positions, last_position, out_ptr, mask
-                        )
-                        weights = weights_smem.index(box + n + 1).load(HEAD)
-                        next_left = warpgroup_mma_wait(1, deps=[next_left])
-                        left_sum = weigh(next_left, weights)
-                        next_right, left_sum = warpgroup_mma_wait(0, deps=[next_right, left_sum])
-                        right_sum = weigh(next_right, weights)
-                        out_ptr += logits_stride
-                        store_scores(
-                            left_sum, right_sum, scale, positions, last_position + 1, out_ptr, mask
-                        )
-                        out_ptr += logits_stride
-                        last_position += 2
-                    if rows % 2 != 0:
-                        q = q_smem.index(box + rows - 1)
-                        left = multiply(left_codes, q)
-                        right = multiply(right_codes, q)
-                        weights = weights_smem.index(box + rows - 1).load(HEAD)
-                        left = warpgroup_mma_wait(1, deps=[left])
-                        left_sum = weigh(left, weights)
-                        right, left_sum = warpgroup_mma_wait(0, deps=[right, left_sum])
                         right_sum = weigh(right, weights)
                         store_scores(
                             left_sum, right_sum, scale, positions, last_position, out_ptr, mask
                         )
+                        out_ptr += logits_stride
+                        last_position += 1
                 mbarrier.arrive(q_empty.index(slot), count=1)
                 done += last - first
                 slot += 1
@@ -419,6 +428,9 @@ def score(batch, run, table, logits, smem, bars, ROWS: gl.constexpr, SLOTS: gl.c
                     slot = 0
                     slot_phase ^= 1
         request += 1
+        more = (passed < end) & (request < num_reqs)
+        if more:
+            start, stop, seq_len, first, last, passed = rows_of(request, passed, begin, end, batch)
 
 
 @gluon.jit
@@ -458,10 +470,16 @@ def indexer_logits_hopper_kernel(
     block_table_ptr, query_start_loc_ptr, seq_lens_ptr, logits_ptr, row_lens_ptr,
     num_tokens, num_reqs, num_blocks, max_seq_len, min_keys,
     table_stride, logits_stride,
-    HEADS: gl.constexpr, ROWS: gl.constexpr, SLOTS: gl.constexpr, REQUESTS: gl.constexpr,
+    HEADS: gl.constexpr, ROWS: gl.constexpr, SLOTS: gl.constexpr,
+    REQUESTS: gl.constexpr, MANY: gl.constexpr,
     SCORE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
 ):
     # fmt: on
+    # On their way while the barriers are set up.
+    batch = (query_start_loc_ptr, seq_lens_ptr, num_tokens, num_reqs, max_seq_len, min_keys)
+    block = gl.arange(0, REQUESTS, layout=gl.BlockedLayout([REQUESTS // 128], [32], [4], [0]))
+    first_rows = request_rows(block, batch)
+
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [SLOTS * ROWS, HEADS, DIM], q_desc.layout)
     weights_smem = gl.allocate_shared_memory(
         gl.float32, [SLOTS * ROWS, HEADS], weights_desc.layout
@@ -474,6 +492,7 @@ def indexer_logits_hopper_kernel(
     q_empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     keys_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     keys_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    ends_smem = gl.allocate_shared_memory(gl.int32, [REQUESTS, 1], NUMBERS)
     for i in gl.static_range(SLOTS):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=GROUPS)
@@ -482,24 +501,25 @@ def indexer_logits_hopper_kernel(
         mbarrier.init(keys_empty.index(i), count=1)
     fence_async_shared()
 
-    batch = (query_start_loc_ptr, seq_lens_ptr, num_tokens, num_reqs, max_seq_len, min_keys)
-    run = find_run(batch, REQUESTS)
     table = (block_table_ptr, table_stride, num_blocks)
+    run = find_run(first_rows, batch, table, ends_smem, MANY)
     logits = (logits_ptr, logits_stride)
-    sources = (q_desc, weights_desc, codes_desc, scales_desc)
-    smem = (q_smem, weights_smem, codes_smem, scales_smem)
-    bars = (q_full, q_empty, keys_full, keys_empty)
+    q_sources, k_sources = (q_desc, weights_desc), (codes_desc, scales_desc)
+    q_smem, k_smem = (q_smem, weights_smem), (codes_smem, scales_smem)
+    q_bars, k_bars = (q_full, q_empty), (keys_full, keys_empty)
+    smem, bars = q_smem + k_smem, q_bars + k_bars
     gl.warp_specialize(
         [
             (score, (batch, run, table, logits, smem, bars, ROWS, SLOTS, HEADS, 0)),
             (score, (batch, run, table, logits, smem, bars, ROWS, SLOTS, HEADS, 1)),
             (score, (batch, run, table, logits, smem, bars, ROWS, SLOTS, HEADS, 2)),
-            (load, (batch, run, table, sources, smem, bars, ROWS, SLOTS, HEADS)),
+            (load_queries, (batch, run, q_sources, q_smem, q_bars, ROWS, SLOTS, HEADS)),
+            (load_keys, (batch, run, table, k_sources, k_smem, k_bars, ROWS)),
             (fill, (batch, logits, row_lens_ptr)),
         ],
-        [4, 4, 2, 2],
-        [SCORE_REGISTERS, SCORE_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS],
-    )
+        [4, 4, 1, 1, 2],
+        [SCORE_REGISTERS, SCORE_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS],
+    )  # fmt: skip
 
 
 def supports(
@@ -509,6 +529,7 @@ def supports(
     block_table: Tensor,
     query_start_loc: Tensor,
     seq_lens: Tensor,
+    max_seq_len: int,
 ) -> bool:
     """Whether the kernel takes these; the portable one takes everything.
 
@@ -531,6 +552,9 @@ def supports(
         # rows of 128 bytes are found by int32 numbers
         and num_blocks * BLOCK_ROWS.value < 2**31
         and (num_tokens + MAX_ROWS) * num_heads < 2**31
+        # and all work of the batch is
+        and (num_tokens + LOAD_COST.value * seq_lens.shape[0]) * -(-max_seq_len // TILE.value)
+        < 2**31
         and all(_is_aligned(tensor) for tensor in (q, weights, k_cache))
     )
 
@@ -562,7 +586,7 @@ def score_keys(
         block_table.stride(0), logits.stride(0),
         HEADS=num_heads, ROWS=FEW_ROWS if few else MAX_ROWS,
         SLOTS=FEW_ROWS_SLOTS if few else MAX_ROWS_SLOTS,
-        REQUESTS=BLOCK_REQUESTS,
+        REQUESTS=BLOCK_REQUESTS, MANY=num_reqs > BLOCK_REQUESTS,
         SCORE_REGISTERS=SCORE_REGISTERS, LOAD_REGISTERS=LOAD_REGISTERS,
         num_warps=4, maxnreg=MAX_REGISTERS,
     )  # fmt: skip

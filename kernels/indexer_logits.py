@@ -316,7 +316,9 @@ def score_keys(
     if num_tokens == 0:
         return
     batch = (block_table, query_start_loc, seq_lens)
-    if not INTERPRETED and _indexer_logits_hopper.supports(q, weights, k_cache, *batch):
+    if not INTERPRETED and _indexer_logits_hopper.supports(
+        q, weights, k_cache, *batch, max_seq_len
+    ):
         _indexer_logits_hopper.score_keys(
             q, weights, k_cache, *batch, max_seq_len, logits, row_lens, min_keys
         )

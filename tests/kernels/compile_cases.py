@@ -383,6 +383,17 @@ CASES += [
 
 CASES += [
     Case(
+        "indexer_logits of many requests",
+        "indexer_logits",
+        lambda: {
+            **index_inputs(torch.float8_e4m3fn, num_tokens=600),
+            "block_table": int32(300, 2048),
+            "query_start_loc": int32(301),
+            "seq_lens": int32(300),
+        },
+        archs=(90,),
+    ),
+    Case(
         "indexer_select of fp8",
         "indexer_select",
         lambda: {**index_inputs(torch.float8_e4m3fn, 32, 128, 64, 16), "topk": 2048},
