@@ -137,8 +137,7 @@ def find_run(first_rows, batch, table, ends_smem, MANY: gl.constexpr):
     group_barrier()
     start, stop, seq_len, first, last, passed = rows_of(request, passed, begin, end, batch)
     # On its way into the L2 while the warps take up their roles.
-    block_table_ptr, table_stride, num_blocks = table
-    entry_ptr = block_table_ptr + request.to(gl.int64) * table_stride + first * 2
+    entry_ptr = table[0] + request.to(gl.int64) * table[1] + first * 2
     PREFETCH: gl.constexpr = "@$2 prefetch.global.L2 [$1]; mov.u32 $0, 0;"
     gl.inline_asm_elementwise(
         PREFETCH, "=r,l,b", [entry_ptr, first < last], dtype=gl.int32, is_pure=False, pack=1
@@ -163,7 +162,7 @@ def rows_of(request, passed, begin, end, batch):
 @gluon.jit
 def load_queries(batch, run, sources, smem, bars, ROWS: gl.constexpr, SLOTS: gl.constexpr,
                  HEADS: gl.constexpr):  # fmt: skip
-    begin, end, request, start, stop, seq_len, first, last, passed = run
+    begin, end, request, start, stop, _seq_len, first, last, passed = run
     num_reqs = batch[3]
     q_desc, weights_desc = sources
     q_smem, weights_smem = smem
@@ -196,7 +195,7 @@ def load_queries(batch, run, sources, smem, bars, ROWS: gl.constexpr, SLOTS: gl.
         request += 1
         more = (passed < end) & (request < num_reqs)
         if more:
-            start, stop, seq_len, first, last, passed = rows_of(request, passed, begin, end, batch)
+            start, stop, _seq_len, first, last, passed = rows_of(request, passed, begin, end, batch)
 
 
 @gluon.jit
@@ -218,7 +217,7 @@ def load_keys(batch, run, table, sources, smem, bars, ROWS: gl.constexpr):
             table_row = block_table_ptr + request.to(gl.int64) * table_stride
             keys = gl.minimum(seq_len, max_seq_len)
             last_column = gl.minimum(last * 2, (keys + BLOCK - 1) // BLOCK)
-            for row in range(start, stop, ROWS):
+            for _row in range(start, stop, ROWS):
                 columns = first * 2 + lanes
                 blocks = gl.load(
                     table_row + columns.to(gl.int64), mask=columns < last_column, other=0
