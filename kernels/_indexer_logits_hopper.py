@@ -55,6 +55,8 @@ MAX_ROWS, MAX_ROWS_SLOTS = 8, 1
 # score.
 MAX_REGISTERS, SCORE_REGISTERS, LOAD_REGISTERS = 128, 160, 32
 BLOCK_REQUESTS = 256
+# Logits of a selection that stay in the L2 until they are read, if they are at most so many.
+MAX_KEPT_BYTES = 16 << 20
 # As few requests have too few tiles for the next queries to be loaded ahead of.
 MIN_REQUESTS_AHEAD = 33
 
@@ -340,15 +342,17 @@ def sum_quads(left, right):
 
 
 @gluon.jit
-def store_scores(left, right, scale, positions, last_position, row_ptr, mask):
+def store_scores(left, right, scale, positions, last_position, row_ptr, mask, KEEP: gl.constexpr):
+    """KEEP: the L2 is to hold them longer than the keys, which are read once."""
     scores = sum_quads(left, right) * scale
     scores = gl.where(positions <= last_position, scores, float("-inf"))
-    gl.store(row_ptr + positions, scores, mask=mask)
+    POLICY: gl.constexpr = "evict_last" if KEEP else ""
+    gl.store(row_ptr + positions, scores, mask=mask, eviction_policy=POLICY)
 
 
 @gluon.jit
 def score(batch, run, table, logits, smem, bars, ROWS: gl.constexpr, SLOTS: gl.constexpr,
-          HEADS: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
+          HEADS: gl.constexpr, KEEP: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
     begin, end, request, start, stop, seq_len, first, last, passed = run
     num_reqs, max_seq_len = batch[3], batch[4]
     block_table_ptr, table_stride, num_blocks = table
@@ -416,8 +420,9 @@ def score(batch, run, table, logits, smem, bars, ROWS: gl.constexpr, SLOTS: gl.c
                         left_sum = weigh(left, weights)
                         right_sum = weigh(right, weights)
                         store_scores(
-                            left_sum, right_sum, scale, positions, last_position, out_ptr, mask
-                        )
+                            left_sum, right_sum, scale, positions, last_position, out_ptr, mask,
+                            KEEP,
+                        )  # fmt: skip
                         out_ptr += logits_stride
                         last_position += 1
                 mbarrier.arrive(q_empty.index(slot), count=1)
@@ -470,7 +475,7 @@ def indexer_logits_hopper_kernel(
     num_tokens, num_reqs, num_blocks, max_seq_len, min_keys,
     table_stride, logits_stride,
     HEADS: gl.constexpr, ROWS: gl.constexpr, SLOTS: gl.constexpr,
-    REQUESTS: gl.constexpr, MANY: gl.constexpr,
+    REQUESTS: gl.constexpr, MANY: gl.constexpr, KEEP: gl.constexpr,
     SCORE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
 ):
     # fmt: on
@@ -509,9 +514,9 @@ def indexer_logits_hopper_kernel(
     smem, bars = q_smem + k_smem, q_bars + k_bars
     gl.warp_specialize(
         [
-            (score, (batch, run, table, logits, smem, bars, ROWS, SLOTS, HEADS, 0)),
-            (score, (batch, run, table, logits, smem, bars, ROWS, SLOTS, HEADS, 1)),
-            (score, (batch, run, table, logits, smem, bars, ROWS, SLOTS, HEADS, 2)),
+            (score, (batch, run, table, logits, smem, bars, ROWS, SLOTS, HEADS, KEEP, 0)),
+            (score, (batch, run, table, logits, smem, bars, ROWS, SLOTS, HEADS, KEEP, 1)),
+            (score, (batch, run, table, logits, smem, bars, ROWS, SLOTS, HEADS, KEEP, 2)),
             (load_queries, (batch, run, q_sources, q_smem, q_bars, ROWS, SLOTS, HEADS)),
             (load_keys, (batch, run, table, k_sources, k_smem, k_bars, ROWS)),
             (fill, (batch, logits, row_lens_ptr)),
@@ -586,6 +591,7 @@ def score_keys(
         HEADS=num_heads, ROWS=FEW_ROWS if few else MAX_ROWS,
         SLOTS=FEW_ROWS_SLOTS if few else MAX_ROWS_SLOTS,
         REQUESTS=BLOCK_REQUESTS, MANY=num_reqs > BLOCK_REQUESTS,
+        KEEP=row_lens is not None and logits.nbytes <= MAX_KEPT_BYTES,
         SCORE_REGISTERS=SCORE_REGISTERS, LOAD_REGISTERS=LOAD_REGISTERS,
         num_warps=4, maxnreg=MAX_REGISTERS,
     )  # fmt: skip

@@ -6,7 +6,9 @@
 The kernels, layouts and grids are those of the two ops, so every logit and every choice has their
 bits. Three things are left out, none of which shows in the result: columns that no row of a request
 sees are not filled, requests of at most topk keys are not scored, as all their keys are chosen, and
-the row lengths come from the first kernel, not from a launch of their own.
+the row lengths come from the first kernel, not from a launch of their own. And the first kernel
+asks the L2 to hold the logits (``_indexer_logits_hopper``), if they are few, and the second to give
+them up: the keys, which are read once and are many more, would drive them out.
 """
 
 import torch
@@ -38,4 +40,4 @@ def launch(
         q, weights, k_cache, block_table, query_start_loc, seq_lens, max_seq_len, logits, row_lens,
         topk,
     )  # fmt: skip
-    return largest_positions(logits, row_lens, topk, max_seq_len)
+    return largest_positions(logits, row_lens, topk, max_seq_len, last_use=True)

@@ -150,17 +150,22 @@ def write_all(out_row, length, topk, BLOCK: tl.constexpr):
 def load_block(
     row_ptr, column_stride, first, length,
     VECTORS: tl.constexpr, GROUPS: tl.constexpr, WARPS: tl.constexpr,
+    DONE: tl.constexpr = False,
 ):  # fmt: skip
-    """``columns, logits`` from ``first`` on, a multiple of 4; past ``length`` they are any."""
+    """``columns, logits`` from ``first`` on, a multiple of 4; past ``length`` they are any. DONE:
+    the L2 need not keep them."""
+    POLICY: tl.constexpr = "evict_first" if DONE else ""
     columns = first + places(GROUPS, WARPS)
     if VECTORS:
         # Four at a time, if only the first of them is a key: one mask for all.
         starts = tl.broadcast_to(first + starts_of_4(GROUPS, WARPS), columns.shape)
-        logits = tl.load(row_ptr + columns, mask=starts < length, other=0.0)
+        mask = starts < length
+        logits = tl.load(row_ptr + columns, mask=mask, other=0.0, eviction_policy=POLICY)
     else:
         logits = tl.load(
-            row_ptr + columns.to(tl.int64) * column_stride, mask=columns < length, other=0.0
-        )
+            row_ptr + columns.to(tl.int64) * column_stride, mask=columns < length, other=0.0,
+            eviction_policy=POLICY,
+        )  # fmt: skip
     return columns, logits.to(tl.float32)
 
 
@@ -332,7 +337,7 @@ def indexer_topk_filter_kernel(
     VECTORS: tl.constexpr, FEWEST: tl.constexpr, MOST: tl.constexpr,
     BLOCK: tl.constexpr, SLICE: tl.constexpr, CAPACITY: tl.constexpr,
     GROUPS: tl.constexpr, SAMPLE_GROUPS: tl.constexpr, WARPS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    DONE: tl.constexpr, OVERLAP: tl.constexpr,
 ):
     # fmt: on
     if OVERLAP:
@@ -348,7 +353,7 @@ def indexer_topk_filter_kernel(
         first_ptr = row_ptr + begin.to(tl.int64) * column_stride
         # Under way while the bound is found, as each chunk is while the one before it is ranked.
         place, logits = load_block(
-            first_ptr, column_stride, 0, end - begin, VECTORS, GROUPS, WARPS
+            first_ptr, column_stride, 0, end - begin, VECTORS, GROUPS, WARPS, DONE
         )
         sample = draw(row_ptr, column_stride, length, SAMPLE_GROUPS, WARPS)
         pivot = tl.load(row_ptr).to(tl.float32)
@@ -370,8 +375,9 @@ def indexer_topk_filter_kernel(
             if SLICE > CHUNK:
                 first_ptr += tl.full([], CHUNK, tl.int64) * column_stride
                 _, next_logits = load_block(
-                    first_ptr, column_stride, 0, end - first - CHUNK, VECTORS, GROUPS, WARPS
-                )
+                    first_ptr, column_stride, 0, end - first - CHUNK,
+                    VECTORS, GROUPS, WARPS, DONE,
+                )  # fmt: skip
             # NaN is never left: whoever chooses -inf or NaN looks at the row itself.
             kept = logits >= bound_value
             before, ranked = rank(kept, GROUPS, WARPS)
@@ -399,7 +405,7 @@ def indexer_topk_kernel(
     VECTORS: tl.constexpr, FILTERED: tl.constexpr,
     SLICE: tl.constexpr, CAPACITY: tl.constexpr, SLICES: tl.constexpr,
     GROUPS: tl.constexpr, LARGE_GROUPS: tl.constexpr, WARPS: tl.constexpr,
-    LATE: tl.constexpr, OVERLAP: tl.constexpr,
+    LATE: tl.constexpr, DONE: tl.constexpr, OVERLAP: tl.constexpr,
 ):
     # fmt: on
     BLOCK: tl.constexpr = 128 * GROUPS * WARPS
@@ -412,7 +418,7 @@ def indexer_topk_kernel(
         # Before the length is known: one wait for both. Not where there may be no logits.
         end = tl.where(width > topk, width, 0)
         pivot = tl.load(row_ptr, mask=end > 0, other=0.0).to(tl.float32)
-        columns, values = load_block(row_ptr, column_stride, 0, end, VECTORS, GROUPS, WARPS)
+        columns, values = load_block(row_ptr, column_stride, 0, end, VECTORS, GROUPS, WARPS, DONE)
     length = tl.minimum(tl.maximum(length, 0), width)
     if OVERLAP:
         # All programs wait: nothing that comes after this kernel may run beside the first one.
@@ -454,7 +460,7 @@ def indexer_topk_kernel(
                 count = length
                 pivot = tl.load(row_ptr).to(tl.float32)
                 columns, values = load_block(
-                    row_ptr, column_stride, 0, length, VECTORS, GROUPS, WARPS
+                    row_ptr, column_stride, 0, length, VECTORS, GROUPS, WARPS, DONE
                 )
                 values = present_or_nan(columns, values, length)
                 places_ = starts_of_4(GROUPS, WARPS) if LATE else columns
@@ -507,8 +513,11 @@ def launch(logits: Tensor, row_lens: Tensor, topk: int) -> Tensor:
     return largest_positions(logits, row_lens, topk, logits.shape[1])
 
 
-def largest_positions(logits: Tensor, row_lens: Tensor, topk: int, width: int) -> Tensor:
-    """The launches, which ``indexer_select`` shares: over the first ``width`` columns.
+def largest_positions(
+    logits: Tensor, row_lens: Tensor, topk: int, width: int, *, last_use: bool = False
+) -> Tensor:
+    """The launches, which ``indexer_select`` shares: over the first ``width`` columns. After the
+    ``last_use`` of the logits the L2 gives them up first.
 
     Where ``width`` is at most ``topk``, no logit is read, and there need not be any; nor does it
     matter what a row of at most ``topk`` keys holds.
@@ -547,7 +556,8 @@ def largest_positions(logits: Tensor, row_lens: Tensor, topk: int, width: int) -
             VECTORS=vectors, FEWEST=shape.fewest, MOST=shape.most,
             BLOCK=shape.block, SLICE=shape.slice, CAPACITY=capacity,
             GROUPS=shape.chunk // (128 * warps), SAMPLE_GROUPS=shape.sample // (128 * warps),
-            WARPS=warps, OVERLAP=overlap, num_warps=warps, maxnreg=FILTER_REGISTERS,
+            WARPS=warps, DONE=last_use, OVERLAP=overlap, num_warps=warps,
+            maxnreg=FILTER_REGISTERS,
         )  # fmt: skip
     warps = warps_for(shape.block)
     registers = select_registers(num_tokens, warps, num_sms(out.device))
@@ -559,7 +569,7 @@ def largest_positions(logits: Tensor, row_lens: Tensor, topk: int, width: int) -
         SLICE=max(shape.slice, 1), CAPACITY=capacity,
         SLICES=triton.next_power_of_2(num_slices),
         GROUPS=shape.block // (128 * warps), LARGE_GROUPS=shape.large_block // (128 * warps),
-        WARPS=warps, LATE=registers < 2 * MAX_REGISTERS, OVERLAP=overlap,
+        WARPS=warps, LATE=registers < 2 * MAX_REGISTERS, DONE=last_use, OVERLAP=overlap,
         num_warps=warps, launch_pdl=overlap, maxnreg=registers,
     )  # fmt: skip
     return out
