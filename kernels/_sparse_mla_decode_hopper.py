@@ -1,19 +1,23 @@
-"""Sparse MLA decode on compute capability 9.0: 64 heads a program, warp groups with roles.
+"""Sparse MLA decode on compute capability 9.0: up to 64 heads a program, warp groups with roles.
 
 Same maths, layout and contract as ``sparse_mla_decode_kernel``, for what ``supports`` takes: a
 latent of 512, a rotary part of 64, and rows that copies of 16 bytes can read. A key of an fp8 cache
 is 512 bytes of codes, four fp32 scales, and from byte 528 on its rotary part in bf16.
 
-A program per SM walks over items, each 64 heads of one part of a query token, 64 keys at a time:
+A program per SM walks over items, each 64 heads of one part of a query token, 64 keys at a time;
+while multiprocessors are free, 32 or 16 heads in tiles of the same size:
 
     copy        the keys of a tile into one of two buffers, by cp.async; fp8 through registers
-    score       the dots of all 576 dims, the running softmax, and the weights of the tile
+    score       the queries, by cp.async, before it is known whose they are; the dots of all 576
+                dims, the running softmax, and the weights of the tile
     value 0, 1  the weighted sum of half the latents each
 
 Through shared memory the weights take the place of the rotary keys, which only the scores need, so
 that they are double buffered as the keys are. A buffer is free once both halves are summed: while
 that of one tile is on its way, the other is scored and summed. Tiles behind the last index of a
 row are skipped. Each role finds the bounds of an item itself, and none waits for another's answer.
+The sums go out straight from registers, or, where that is faster, in whole lines: through the part
+of the last buffer that only their half reads.
 
 The two accumulators of 64 x 256 take half of all registers, so that a program has a multiprocessor
 to itself, and the registers of the roles are set by hand: all 512 of a thread of each.
@@ -33,34 +37,53 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents
 
 LATENT_DIM = 512
 ROPE_DIM = 64
 BLOCK_H = 64
 BLOCK_K = 64
 MIN_HEADS_OF_FP8 = 17  # the portable kernel is faster for fewer: decoding is shared by few
+# Of 64 heads a program. H200, topk 2048: whole lines cost 0.7 to 1 us at 1 token, and save 0.2 to
+# 0.7 us at 8 to 32 tokens and 4 to 16 us at 64 to 256 (nothing at 64 tokens of 64 heads).
+MIN_TOKENS_OF_LINES = 8
+MAX_ALONE = gl.constexpr(256)  # columns that a warp looks at by itself, eight a lane: a default
 _LN_2 = gl.constexpr(math.log(2))
 
 
 @gluon.jit
-def _item(item, batch, SCAN: gl.constexpr):
-    """Which heads of which part of which token an item is, its request, first column and end."""
-    topk_ptr, token_stride, column_stride, starts_ptr, starts_stride = batch[0]
-    num_reqs, topk, split_size, num_splits, groups = batch[1]
-    LAYOUT: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+def _place(item, batch):
+    """Which heads of which part of which token an item is, and its first column and their limit."""
+    _num_reqs, topk, split_size, num_splits, groups = batch[1]
     group = item % groups
     part = item // groups
     token = part // num_splits
     first = part % num_splits * split_size
+    return group, part, token, first, gl.minimum(first + split_size, topk)
+
+
+@gluon.jit
+def _bounds(token, first, limit, batch, SCAN: gl.constexpr):
+    """The request of a token, and the end of its valid columns in ``first .. limit - 1``.
+
+    Where the columns are few, each warp looks at all of them and at the requests by itself, and
+    waits for no other warp.
+    """
+    starts_ptr, starts_stride = batch[0][3:]
+    num_reqs = batch[1][0]
+    WARP: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 1], [32, 1], [1, 4], [0, 1]))
+    GROUP: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    ALONE: gl.constexpr = SCAN <= MAX_ALONE
+    LAYOUT: gl.constexpr = WARP if ALONE else GROUP
+    REQUESTS: gl.constexpr = 64 if ALONE else 512
 
     # The two loads do not wait for one another.
-    limit = gl.minimum(first + split_size, topk)
-    row_ptr = topk_ptr + token.to(gl.int64) * token_stride
+    topk_row = _topk_row(token, batch)
     columns = first + gl.arange(0, SCAN, layout=LAYOUT)
-    index = _load_index(row_ptr, column_stride, columns, limit)
-    lanes = gl.arange(0, 512, layout=LAYOUT)
+    index = _load_index(topk_row, batch[0][2], columns, limit)
+    lanes = gl.arange(0, REQUESTS, layout=LAYOUT)
     request = -1
-    for start in range(0, num_reqs + 1, 512):
+    for start in range(0, num_reqs + 1, REQUESTS):
         at = start + lanes
         known = at <= num_reqs
         begin = gl.load(starts_ptr + at.to(gl.int64) * starts_stride, mask=known, other=0)
@@ -70,17 +93,19 @@ def _item(item, batch, SCAN: gl.constexpr):
     last = gl.maximum(first, gl.max(gl.where(index >= 0, columns + 1, 0), axis=0))
     for start in range(first + SCAN, limit, SCAN):
         columns = start + gl.arange(0, SCAN, layout=LAYOUT)
-        index = _load_index(row_ptr, column_stride, columns, limit)
+        index = _load_index(topk_row, batch[0][2], columns, limit)
         last = gl.maximum(last, gl.max(gl.where(index >= 0, columns + 1, 0), axis=0))
-    return group, part, token, request, first, gl.where(request >= 0, last, first)
+    return request, gl.where(request >= 0, last, first)
 
 
 @gluon.jit
-def _rows(token, request, batch, table):
-    """Where the indices of a token and the blocks of its request are."""
-    topk_row = batch[0][0] + token.to(gl.int64) * batch[0][1]
-    table_row = table[0] + request.to(gl.int64) * table[1]
-    return topk_row, table_row
+def _topk_row(token, batch):
+    return batch[0][0] + token.to(gl.int64) * batch[0][1]
+
+
+@gluon.jit
+def _table_row(request, table):
+    return table[0] + request.to(gl.int64) * table[1]
 
 
 @gluon.jit
@@ -181,53 +206,73 @@ def _store_keys(smem, codes, scales):
 
 
 @gluon.jit
-def _copy_queries(token, group, queries, smem, full, heads, dims, rope_dims):
-    q_ptr, token_stride, head_stride, num_heads = queries
-    heads = group * 64 + heads
+def _heads(group, rows, heads):
+    """The head of each of the 64 rows of a program, and whether it has one.
+
+    Each warp has a quarter of the heads in its 16 rows: all of them share the stores.
+    """
+    num_heads, block_h = heads
+    share = block_h // 4
+    head = group * block_h + rows // 16 * share + rows % 16
+    return head, (rows % 16 < share) & (head < num_heads)
+
+
+@gluon.jit
+def _copy_queries(token, group, queries, smem):
+    q_ptr, token_stride, head_stride, heads = queries
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    dims = gl.arange(0, 512, layout=gl.SliceLayout(0, LAYOUT))
+    rope_dims = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
+    head, stored = _heads(group, gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT)), heads)
     row_ptr = q_ptr + token.to(gl.int64) * token_stride
-    rows = gl.expand_dims(row_ptr + heads.to(gl.int64) * head_stride, 1)
-    mask = gl.expand_dims(heads < num_heads, 1)
-    for c in gl.static_range(4):
-        async_copy.async_copy_global_to_shared(
-            smem[0].index(c), rows + gl.expand_dims(c * 128 + dims, 0), mask=mask
-        )
+    rows = gl.expand_dims(row_ptr + head.to(gl.int64) * head_stride, 1)
+    mask = gl.expand_dims(stored, 1)
+    latents = smem[0]._reinterpret(smem[0].dtype, [64, 512], gl.NVMMASharedLayout(128, 16, 2))
+    async_copy.async_copy_global_to_shared(latents, rows + gl.expand_dims(dims, 0), mask=mask)
     async_copy.async_copy_global_to_shared(
         smem[1], rows + gl.expand_dims(512 + rope_dims, 0), mask=mask
     )
-    async_copy.mbarrier_arrive(full, increment_count=False)
+    async_copy.commit_group()
 
 
 @gluon.jit
 def _start_item(item, batch, table, lanes, BLOCK_SIZE: gl.constexpr, SCAN: gl.constexpr):
-    """What an item is of, the blocks of its first tile, and the indices of its second: the indices
-    are two tiles ahead of the copies, the blocks one."""
-    group, _part, token, request, first, end = _item(item, batch, SCAN)
-    topk_row, table_row = _rows(token, request, batch, table)
-    index = _load_index(topk_row, batch[0][2], first + lanes, end)
+    """The bounds of an item, the blocks of its first tile, and the indices of its second: the
+    indices are two tiles ahead of the copies, the blocks one."""
+    _group, _part, token, first, limit = _place(item, batch)
+    topk_row = _topk_row(token, batch)
+    # Before the end is known: there is no index between it and the limit.
+    index = _load_index(topk_row, batch[0][2], first + lanes, limit)
+    index_after = _load_index(topk_row, batch[0][2], first + 64 + lanes, limit)
+    request, end = _bounds(token, first, limit, batch, SCAN)
+    table_row = _table_row(request, table)
+    index = gl.where(request >= 0, index, -1)
     block, offset = _load_block(index, table_row, table, BLOCK_SIZE)
-    index = _load_index(topk_row, batch[0][2], first + 64 + lanes, end)
-    return group, token, first, end, topk_row, table_row, index, block, offset
+    index_after = gl.where(request >= 0, index_after, -1)
+    return first, end, topk_row, table_row, index_after, block, offset
 
 
 # fmt: off
 @gluon.jit
 def _copy_keys(
-    items, batch, table, cache, queries, q_smem, k_smem, r_smem, q_bars, k_full, k_empty,
+    items, batch, table, cache, k_smem, r_smem, k_full, k_empty,
     BLOCK_SIZE: gl.constexpr, SCAN: gl.constexpr,
 ):
     # fmt: on
-    """The keys of every tile; the queries of an item, behind its first tile."""
+    """The keys of every tile."""
     # A warp copies 128 bytes of four keys at once: a thread has four keys to find in all.
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    dims = gl.arange(0, 128, layout=gl.SliceLayout(0, LAYOUT))
+    dims = gl.arange(0, 512, layout=gl.SliceLayout(0, LAYOUT))
     rope_dims = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
+    # Four chunks in a row are laid out as one tile of 512 dims. Copied one by one, each would wait
+    # at a barrier of the group.
+    latents = k_smem._reinterpret(k_smem.dtype, [2, 64, 512], gl.NVMMASharedLayout(128, 16, 2))
     lanes = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
 
     item = gl.program_id(0)
     tile = 0
-    q_phase = 1
     while item < items:
-        group, token, first, end, topk_row, table_row, index, block, offset = _start_item(
+        first, end, topk_row, table_row, index, block, offset = _start_item(
             item, batch, table, lanes, BLOCK_SIZE, SCAN
         )
         for start in range(first, end, 64):
@@ -242,23 +287,18 @@ def _copy_keys(
             async_copy.async_copy_global_to_shared(
                 r_smem.index(stage), keys + gl.expand_dims(512 + rope_dims, 0), mask=mask
             )
-            for c in gl.static_range(4):
-                async_copy.async_copy_global_to_shared(
-                    k_smem.index(stage * 4 + c), keys + gl.expand_dims(c * 128 + dims, 0), mask=mask
-                )
+            async_copy.async_copy_global_to_shared(
+                latents.index(stage), keys + gl.expand_dims(dims, 0), mask=mask
+            )
             async_copy.mbarrier_arrive(k_full.index(stage), increment_count=False)
             tile += 1
-            if start == first:
-                mbarrier.wait(q_bars[1], q_phase)
-                q_phase ^= 1
-                _copy_queries(token, group, queries, q_smem, q_bars[0], lanes, dims, rope_dims)
         item += gl.num_programs(0)
 
 
 # fmt: off
 @gluon.jit
 def _copy_fp8(
-    items, batch, table, cache, queries, q_smem, k_smem, r_smem, q_bars, k_full, k_empty,
+    items, batch, table, cache, k_smem, r_smem, k_full, k_empty,
     BLOCK_SIZE: gl.constexpr, SCAN: gl.constexpr,
 ):
     # fmt: on
@@ -266,17 +306,14 @@ def _copy_fp8(
     # A thread has the same keys in both layouts.
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     WORDS: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
-    dims = gl.arange(0, 128, layout=gl.SliceLayout(0, LAYOUT))
     rope_dims = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
-    heads = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
     words = gl.arange(0, 32, layout=gl.SliceLayout(0, WORDS))
     lanes = gl.arange(0, 64, layout=gl.SliceLayout(1, WORDS))
 
     item = gl.program_id(0)
     tile = 0
-    q_phase = 1
     while item < items:
-        group, token, first, end, topk_row, table_row, index, block, offset = _start_item(
+        first, end, topk_row, table_row, index, block, offset = _start_item(
             item, batch, table, lanes, BLOCK_SIZE, SCAN
         )
         keys, valid = _places(block, offset, cache)
@@ -311,27 +348,23 @@ def _copy_fp8(
             after, there = _places(block, offset, cache)
             _prefetch(after, there)
             tile += 1
-            if start == first:
-                mbarrier.wait(q_bars[1], q_phase)
-                q_phase ^= 1
-                _copy_queries(token, group, queries, q_smem, q_bars[0], heads, dims, rope_dims)
         item += gl.num_programs(0)
 
 
 # fmt: off
 @gluon.jit
 def _copy(
-    items, batch, table, cache, queries, q_smem, k_smem, r_smem, q_bars, k_full, k_empty,
+    items, batch, table, cache, k_smem, r_smem, k_full, k_empty,
     BLOCK_SIZE: gl.constexpr, SCAN: gl.constexpr, FP8: gl.constexpr,
 ):
     if FP8:
         _copy_fp8(
-            items, batch, table, cache, queries, q_smem, k_smem, r_smem, q_bars, k_full, k_empty,
+            items, batch, table, cache, k_smem, r_smem, k_full, k_empty,
             BLOCK_SIZE, SCAN,
         )
     else:
         _copy_keys(
-            items, batch, table, cache, queries, q_smem, k_smem, r_smem, q_bars, k_full, k_empty,
+            items, batch, table, cache, k_smem, r_smem, k_full, k_empty,
             BLOCK_SIZE, SCAN,
         )
     # fmt: on
@@ -340,37 +373,39 @@ def _copy(
 # fmt: off
 @gluon.jit
 def _score(
-    items, batch, table, lse_ptr, num_heads, scale_log2, q_smem, k_smem, r_smem, decay_smem,
-    factor_smem, q_bars, k_full, p_full, BLOCK_SIZE: gl.constexpr, SCAN: gl.constexpr,
+    items, batch, table, queries, lse_ptr, scale_log2, q_smem, k_smem, r_smem, decay_smem,
+    factor_smem, k_full, p_full, BLOCK_SIZE: gl.constexpr, SCAN: gl.constexpr,
 ):
     # fmt: on
-    """Scores, running softmax and weights; the lse of every item."""
+    """The queries of every item; scores, running softmax and weights; the lse."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     HEADS: gl.constexpr = gl.SliceLayout(1, MMA)
     KEYS: gl.constexpr = gl.SliceLayout(0, MMA)
+    heads = queries[3]
     lanes = gl.arange(0, 64, layout=gl.BlockedLayout([1], [32], [4], [0]))
     zero = gl.full([64, 64], 0.0, gl.float32, layout=MMA)
 
     item = gl.program_id(0)
     tile = 0
-    q_phase = 0
     while item < items:
-        group, part, token, request, first, end = _item(item, batch, SCAN)
-        topk_row, table_row = _rows(token, request, batch, table)
+        group, part, token, first, limit = _place(item, batch)
+        # The dots of the item before are done. Whether the token has a request is not known yet.
+        _copy_queries(token, group, queries, q_smem)
+        request, end = _bounds(token, first, limit, batch, SCAN)
+        topk_row = _topk_row(token, batch)
+        table_row = _table_row(request, table)
         index = _load_index(topk_row, batch[0][2], first + lanes, end)
         block, _ = _load_block(index, table_row, table, BLOCK_SIZE)
         index = _load_index(topk_row, batch[0][2], first + 64 + lanes, end)
         highest = gl.full([64], float("-inf"), gl.float32, layout=HEADS)
         total = gl.full([64], 0.0, gl.float32, layout=HEADS)
+        async_copy.wait_group(0)
         for start in range(first, end, 64):
             valid = gl.convert_layout(block, KEYS) >= 0
             block, _ = _load_block(index, table_row, table, BLOCK_SIZE)
             index = _load_index(topk_row, batch[0][2], start + 128 + lanes, end)
 
             stage = tile & 1
-            if start == first:
-                mbarrier.wait(q_bars[0], q_phase)
-                q_phase ^= 1
             mbarrier.wait(k_full.index(stage), (tile >> 1) & 1)
             fence_async_shared()
             dots = warpgroup_mma(
@@ -380,8 +415,6 @@ def _score(
                 keys = k_smem.index(stage * 4 + c).permute((1, 0))
                 dots = warpgroup_mma(q_smem[0].index(c), keys, dots, is_async=True)
             dots = warpgroup_mma_wait(0, deps=[dots])
-            if start + 64 >= end:
-                mbarrier.arrive(q_bars[1], count=1)
 
             scores = gl.where(gl.expand_dims(valid, 0), dots * scale_log2, float("-inf"))
             new_highest = gl.maximum(highest, gl.max(scores, axis=1))
@@ -400,32 +433,61 @@ def _score(
             tile += 1
         empty = total == 0.0
         lse = (highest + gl.log2(gl.where(empty, 1.0, total))) * _LN_2
-        heads = group * 64 + gl.arange(0, 64, layout=HEADS)
-        row_ptr = lse_ptr + part.to(gl.int64) * num_heads + heads
-        gl.store(row_ptr, gl.where(empty, float("-inf"), lse), mask=heads < num_heads)
+        head, stored = _heads(group, gl.arange(0, 64, layout=HEADS), heads)
+        row_ptr = lse_ptr + part.to(gl.int64) * heads[0] + head
+        gl.store(row_ptr, gl.where(empty, float("-inf"), lse), mask=stored)
         item += gl.num_programs(0)
+
+
+@gluon.jit
+def _out_ptrs(rows, latents, group, part, out_ptr, heads):
+    """Where the latents of some rows of a program go, and which of them there are."""
+    head, stored = _heads(group, rows, heads)
+    row = part.to(gl.int64) * heads[0] + head
+    ptrs = out_ptr + gl.expand_dims(row * 512, 1) + gl.expand_dims(latents, 0)
+    return ptrs, gl.expand_dims(stored, 1)
+
+
+@gluon.jit
+def _store_lines(tile, rows_of_tile, group, part, out_ptr, heads, FIRST: gl.constexpr):
+    """Latents FIRST .. FIRST + 127 through shared memory: a warp writes whole lines.
+
+    Few rows at a time: the sums hold the registers.
+    """
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
+    latents = FIRST + gl.arange(0, 128, layout=gl.SliceLayout(0, LAYOUT))
+    tile.store(rows_of_tile)
+    for r in gl.static_range(0, 64, 16):
+        rows = r + gl.arange(0, 16, layout=gl.SliceLayout(1, LAYOUT))
+        ptrs, mask = _out_ptrs(rows, latents, group, part, out_ptr, heads)
+        values = tile.slice(r, 16, dim=0).load(LAYOUT)
+        gl.store(ptrs, values.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 # fmt: off
 @gluon.jit
 def _value(
-    items, batch, out_ptr, num_heads, k_smem, r_smem, decay_smem, factor_smem, p_full, k_empty,
-    HALF: gl.constexpr, SPLIT: gl.constexpr, SCAN: gl.constexpr,
+    items, batch, out_ptr, heads, k_smem, r_smem, decay_smem, factor_smem, p_full, k_empty,
+    HALF: gl.constexpr, SPLIT: gl.constexpr, SCAN: gl.constexpr, WHOLE_LINES: gl.constexpr,
 ):
     # fmt: on
     """256 latents of the weighted sum."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     HEADS: gl.constexpr = gl.SliceLayout(1, MMA)
-    latents = HALF * 256 + gl.arange(0, 128, layout=gl.SliceLayout(0, MMA))
+    FIRST: gl.constexpr = HALF * 256
+    dtype: gl.constexpr = out_ptr.dtype.element_ty
+    # The two chunks of a half are as large as 128 of its sums.
+    stages = k_smem._reinterpret(gl.float32, [4, 64, 128], gl.NVMMASharedLayout(128, 32, 2))
 
     item = gl.program_id(0)
     tile = 0
     while item < items:
-        group, part, _token, _request, first, end = _item(item, batch, SCAN)
+        group, part, token, first, limit = _place(item, batch)
+        _request, end = _bounds(token, first, limit, batch, SCAN)
         left = gl.full([64, 128], 0.0, gl.float32, layout=MMA)
         right = gl.full([64, 128], 0.0, gl.float32, layout=MMA)
         factor = gl.full([64], 1.0, gl.float32, layout=HEADS)
-        for _ in range(first, end, 64):
+        for start in range(first, end, 64):
             stage = tile & 1
             mbarrier.wait(p_full.index(stage), (tile >> 1) & 1)
             fence_async_shared()
@@ -437,40 +499,49 @@ def _value(
             right = warpgroup_mma(weights, values, right * decay, is_async=True)
             factor = factor_smem.index(stage).load(HEADS)
             left, right = warpgroup_mma_wait(0, deps=[left, right])
-            mbarrier.arrive(k_empty.index(stage), count=1)
+            # The buffer of the last tile is kept for the stores.
+            if not WHOLE_LINES or start + 64 < end:
+                mbarrier.arrive(k_empty.index(stage), count=1)
             tile += 1
+        factor = gl.expand_dims(factor, 1)
         # A part without a key is not written: the combination does not read it.
-        heads = group * 64 + gl.arange(0, 64, layout=HEADS)
-        stored = heads < num_heads
-        if SPLIT:
-            stored = stored & (end > first)
-        row = part.to(gl.int64) * num_heads + heads
-        ptrs = out_ptr + gl.expand_dims(row * 512, 1) + gl.expand_dims(latents, 0)
-        mask = gl.expand_dims(stored, 1)
-        dtype: gl.constexpr = out_ptr.dtype.element_ty
-        scaled = left * gl.expand_dims(factor, 1)
-        gl.store(ptrs, scaled.to(dtype), mask=mask)
-        scaled = right * gl.expand_dims(factor, 1)
-        gl.store(ptrs + 128, scaled.to(dtype), mask=mask)
+        if WHOLE_LINES and end > first:
+            stage = (tile - 1) & 1
+            sums = stages.index(stage * 2 + HALF)
+            _store_lines(sums, left * factor, group, part, out_ptr, heads, FIRST)
+            _store_lines(sums, right * factor, group, part, out_ptr, heads, FIRST + 128)
+            mbarrier.arrive(k_empty.index(stage), count=1)
+        elif not SPLIT or end > first:
+            rows = gl.arange(0, 64, layout=HEADS)
+            latents = FIRST + gl.arange(0, 128, layout=gl.SliceLayout(0, MMA))
+            ptrs, mask = _out_ptrs(rows, latents, group, part, out_ptr, heads)
+            scaled = left * factor
+            gl.store(ptrs, scaled.to(dtype), mask=mask)
+            scaled = right * factor
+            gl.store(ptrs + 128, scaled.to(dtype), mask=mask)
         item += gl.num_programs(0)
 
 
 # fmt: off
 @gluon.jit(do_not_specialize=[
     "items", "num_reqs", "num_heads", "num_blocks", "max_blocks", "topk", "split_size",
-    "num_splits", "groups",
+    "num_splits", "groups", "block_h",
 ])
 def sparse_mla_decode_hopper_kernel(
     q_ptr, kv_cache_ptr, topk_indices_ptr, block_table_ptr, query_start_loc_ptr,
     out_ptr, lse_ptr,
     scale_log2,
-    items, num_reqs, num_heads, num_blocks, max_blocks, topk, split_size, num_splits, groups,
+    items, num_reqs, num_heads, num_blocks, max_blocks, topk, split_size, num_splits,
+    groups, block_h,
     q_token_stride, q_head_stride, kv_block_stride, kv_token_stride,
     topk_token_stride, topk_stride, table_request_stride, table_stride, query_start_loc_stride,
     FP8: gl.constexpr, BLOCK_SIZE: gl.constexpr, SCAN: gl.constexpr, SPLIT: gl.constexpr,
-    VALUE_REGS: gl.constexpr, COPY_REGS: gl.constexpr,
+    WHOLE_LINES: gl.constexpr, VALUE_REGS: gl.constexpr, COPY_REGS: gl.constexpr,
 ):
     # fmt: on
+    if SPLIT:
+        # The combination, if it is launched early, waits for the end of this kernel by itself.
+        gdc_launch_dependents()
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     SWIZZLE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -480,21 +551,16 @@ def sparse_mla_decode_hopper_kernel(
     r_smem = gl.allocate_shared_memory(dtype, [2, 64, 64], SWIZZLE)
     decay_smem = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT)
     factor_smem = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT)
-    q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     p_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    # Every thread that copies arrives when its copies have.
-    mbarrier.init(q_full, count=128)
-    mbarrier.init(q_empty, count=1)
     for i in gl.static_range(2):
+        # Every thread that copies arrives when its copies have.
         mbarrier.init(k_full.index(i), count=1 if FP8 else 128)
         mbarrier.init(k_empty.index(i), count=2)
         mbarrier.init(p_full.index(i), count=1)
 
     q_all = (q_smem, q_rope_smem)
-    q_bars = (q_full, q_empty)
     batch = (
         (topk_indices_ptr, topk_token_stride, topk_stride,
          query_start_loc_ptr, query_start_loc_stride),
@@ -502,17 +568,18 @@ def sparse_mla_decode_hopper_kernel(
     )  # fmt: skip
     table = (block_table_ptr, table_request_stride, (table_stride, max_blocks, num_blocks))
     cache = (kv_cache_ptr, kv_block_stride, kv_token_stride)
-    queries = (q_ptr, q_token_stride, q_head_stride, num_heads)
+    heads = (num_heads, block_h)
+    queries = (q_ptr, q_token_stride, q_head_stride, heads)
     gl.warp_specialize(
         [
-            (_score, (items, batch, table, lse_ptr, num_heads, scale_log2, q_all, k_smem, r_smem,
-                      decay_smem, factor_smem, q_bars, k_full, p_full, BLOCK_SIZE, SCAN)),
-            (_value, (items, batch, out_ptr, num_heads, k_smem, r_smem, decay_smem, factor_smem,
-                      p_full, k_empty, 0, SPLIT, SCAN)),
-            (_value, (items, batch, out_ptr, num_heads, k_smem, r_smem, decay_smem, factor_smem,
-                      p_full, k_empty, 1, SPLIT, SCAN)),
-            (_copy, (items, batch, table, cache, queries, q_all, k_smem, r_smem, q_bars,
-                     k_full, k_empty, BLOCK_SIZE, SCAN, FP8)),
+            (_score, (items, batch, table, queries, lse_ptr, scale_log2, q_all, k_smem, r_smem,
+                      decay_smem, factor_smem, k_full, p_full, BLOCK_SIZE, SCAN)),
+            (_value, (items, batch, out_ptr, heads, k_smem, r_smem, decay_smem, factor_smem,
+                      p_full, k_empty, 0, SPLIT, SCAN, WHOLE_LINES)),
+            (_value, (items, batch, out_ptr, heads, k_smem, r_smem, decay_smem, factor_smem,
+                      p_full, k_empty, 1, SPLIT, SCAN, WHOLE_LINES)),
+            (_copy, (items, batch, table, cache, k_smem, r_smem, k_full, k_empty,
+                     BLOCK_SIZE, SCAN, FP8)),
         ],
         [4, 4, 4],
         [VALUE_REGS, VALUE_REGS, COPY_REGS],
@@ -537,28 +604,60 @@ def supports(q: Tensor, kv_cache: Tensor, latent_dim: int) -> bool:
     )
 
 
+def heads_of_program(parts: int, num_heads: int, num_programs: int) -> int:
+    """16, 32 or 64: the fewest of which all programs run at once, or one holds all heads.
+
+    Each program reads the keys of its part, and fewer heads take less to write.
+    """
+    for block_h in (16, 32):
+        groups = triton.cdiv(num_heads, block_h)
+        if groups == 1 or parts * groups <= num_programs:
+            return block_h
+    return BLOCK_H
+
+
 def launch(
     q: Tensor, kv_cache: Tensor, topk_indices: Tensor, block_table: Tensor,
     query_start_loc: Tensor, out: Tensor, lse: Tensor,
     scale: float, split_size: int, num_splits: int, num_programs: int,
-) -> None:  # fmt: skip
-    """Write ``out`` and ``lse``, final or of the parts, with at most ``num_programs`` programs."""
+) -> int:  # fmt: skip
+    """Write ``out`` and ``lse``, final or of the parts, with at most ``num_programs`` programs.
+
+    Returns the number of them.
+    """
     num_tokens, num_heads, _ = q.shape
     num_blocks, block_size, _ = kv_cache.shape
     num_reqs, max_blocks = block_table.shape
-    groups = triton.cdiv(num_heads, BLOCK_H)
+    block_h = heads_of_program(num_tokens * num_splits, num_heads, num_programs)
+    groups = triton.cdiv(num_heads, block_h)
     items = num_tokens * num_splits * groups
-    topk = topk_indices.shape[1]
+    programs = min(items, num_programs)
     fp8 = kv_cache.dtype == torch.uint8
     value_regs, copy_regs = (160, 104) if fp8 else (160, 88)
-    sparse_mla_decode_hopper_kernel[(min(items, num_programs),)](
+    sparse_mla_decode_hopper_kernel[(programs,)](
         q, kv_cache, topk_indices, block_table, query_start_loc,
         out, lse,
         scale * math.log2(math.e),
-        items, num_reqs, num_heads, num_blocks, max_blocks, topk, split_size, num_splits, groups,
+        items, num_reqs, num_heads, num_blocks, max_blocks,
+        topk_indices.shape[1], split_size, num_splits, groups, block_h,
         q.stride(0), q.stride(1), kv_cache.stride(0), kv_cache.stride(1),
         *topk_indices.stride(), *block_table.stride(), query_start_loc.stride(0),
-        FP8=fp8, BLOCK_SIZE=block_size, SCAN=512 if split_size <= 512 else 2048,
-        SPLIT=num_splits > 1, VALUE_REGS=value_regs, COPY_REGS=copy_regs,
+        FP8=fp8, BLOCK_SIZE=block_size, SCAN=scan(split_size, items, num_programs),
+        SPLIT=num_splits > 1, WHOLE_LINES=block_h == BLOCK_H and num_tokens >= MIN_TOKENS_OF_LINES,
+        VALUE_REGS=value_regs, COPY_REGS=copy_regs,
         num_warps=4, maxnreg=128,
     )  # fmt: skip
+    return programs
+
+
+def scan(split_size: int, items: int, num_programs: int) -> int:
+    """Columns that are looked at together for the end of a part.
+
+    All of a short part by each warp alone, where a program has one item and waits for its bounds.
+    In later items the others hide that, and one step for up to 511 requests is cheaper.
+    """
+    if items <= num_programs:
+        for size in (64, 128, MAX_ALONE.value):
+            if split_size <= size:
+                return size
+    return 512 if split_size <= 512 else 2048

@@ -25,7 +25,7 @@ program owns BLOCK_H heads of a token and split_size of its columns of topk_indi
 of those keys once, for scores and values alike. It finds the token's request and the keys' places
 itself. The programs of a token are neighbours, so its keys come from L2 from the second group of
 heads on. With one split the result is final. Otherwise ``combine_kernel`` weighs the parts by their
-lse, grid (num_tokens * num_heads, cdiv(latent_dim, BLOCK_D)): a program owns BLOCK_D latents of a
+lse, grid (num_tokens, num_heads, cdiv(latent_dim, BLOCK_D)): a program owns BLOCK_D latents of a
 head. A part without a valid key has lse -inf, and what its ``out`` holds does not count.
 """
 
@@ -219,18 +219,21 @@ def _rounded(values, dtype: tl.constexpr):
 def combine_kernel(
     part_out_ptr, part_lse_ptr, out_ptr, lse_ptr,
     num_heads, num_splits,
-    LATENT_DIM: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+    LATENT_DIM: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, OVERLAP: tl.constexpr,
 ):
     # fmt: on
-    row = tl.program_id(0).to(tl.int64)
-    token = row // num_heads
-    head = row % num_heads
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    row = token * num_heads + head
     splits = tl.arange(0, BLOCK_S)
     parts = (token * num_splits + splits) * num_heads + head
-    latents = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    latents = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     mask = latents < LATENT_DIM
     part_ptrs = part_out_ptr + parts[:, None] * LATENT_DIM + latents[None, :]
     part_mask = (splits < num_splits)[:, None] & mask[None, :]
+    if OVERLAP:
+        # The parts are written when the kernel before has ended.
+        tl.extra.cuda.gdc_wait()
     # Neither load waits for the other.
     part_lse = tl.load(part_lse_ptr + parts, mask=splits < num_splits, other=float("-inf"))
     part_out = tl.load(part_ptrs, mask=part_mask, other=0.0)
@@ -246,7 +249,7 @@ def combine_kernel(
     part_out = tl.where(live[:, None], part_out * weights[:, None], 0.0)
     out = tl.sum(part_out, axis=0) / total
     tl.store(out_ptr + row * LATENT_DIM + latents, out.to(out_ptr.dtype.element_ty), mask=mask)
-    if tl.program_id(1) == 0:
+    if tl.program_id(2) == 0:
         tl.store(lse_ptr + row, tl.where(empty, float("-inf"), highest + tl.log(total)))
 
 
@@ -286,11 +289,15 @@ def launch(
         part_out = q.new_empty(num_tokens, num_splits, num_heads, latent_dim, dtype=torch.float32)
         part_lse = q.new_empty(num_tokens, num_splits, num_heads, dtype=torch.float32)
 
+    overlap = False
     if config is None:
-        hopper.launch(
+        programs = hopper.launch(
             q, kv_cache, topk_indices, block_table, query_start_loc, part_out, part_lse,
             scale, split_size, num_splits, num_programs,
         )  # fmt: skip
+        # Early programs of the combination go where they find room: onto few multiprocessors, if
+        # few are free, and there each has to wait for its turn.
+        overlap = 2 * programs <= num_programs
     else:
         if fp8 and arch >= 89 and not INTERPRETED:
             kv_cache = kv_cache.view(torch.float8_e4m3fn)
@@ -308,13 +315,17 @@ def launch(
             num_warps=8, num_stages=num_stages,
         )  # fmt: skip
     if num_splits > 1:
-        # Few sizes serve every number of splits; a program reads 2048 numbers or fewer.
+        # Few sizes serve every number of splits; a program is one warp and reads 1024 numbers or
+        # fewer, and 512 where that leaves multiprocessors idle (defaults).
         block_s = next(size for size in (2, 4, 8, 16, 32, 64) if size >= num_splits)
-        block_d = min(triton.next_power_of_2(latent_dim), 512, 2048 // block_s)
-        combine_kernel[(num_tokens * num_heads, triton.cdiv(latent_dim, block_d))](
+        numbers = 512 if num_tokens * num_heads <= num_programs else 1024
+        block_d = min(triton.next_power_of_2(latent_dim), max(16, numbers // block_s))
+        # Three axes, as a division of 64 bits would take longer than the loads.
+        combine_kernel[(num_tokens, num_heads, triton.cdiv(latent_dim, block_d))](
             part_out, part_lse, out, lse,
             num_heads, num_splits,
-            LATENT_DIM=latent_dim, BLOCK_S=block_s, BLOCK_D=block_d, num_warps=4,
+            LATENT_DIM=latent_dim, BLOCK_S=block_s, BLOCK_D=block_d, OVERLAP=overlap,
+            num_warps=1, launch_pdl=overlap,
         )  # fmt: skip
     return out, lse
 
@@ -356,8 +367,8 @@ def _splits(
 ) -> tuple[int, int]:
     """The number of splits of a row, and the columns of each: whole tiles, none without one.
 
-    The choice with the least estimated time. The unit is what a program takes for 64 keys; the
-    estimates are defaults.
+    The choice with the least estimated time, of programs that go through the card in turns. The
+    unit is what a program takes for 64 keys.
     """
     tiles = max(1, triton.cdiv(topk, block_k))
     best = (math.inf, 1, tiles)
@@ -369,8 +380,10 @@ def _splits(
         turns = triton.cdiv(num_tokens * num_groups * parts, num_programs)
         time = turns * (size * block_k / 64 + 2)
         if parts > 1:
-            # A launch, and the parts are written and read once more.
-            time += 2 + num_tokens * num_heads * parts / 2048
+            # A launch, and the parts are written and read once more. With 1300 to 1500 this gives
+            # the fastest of 4 to 32 parts for 1 and 8 tokens of 16, 64 and 128 heads (H200, topk
+            # 2048).
+            time += 2 + num_tokens * num_heads * parts / 1400
         if time < best[0]:
             best = (time, parts, size)
     return best[1], best[2] * block_k

@@ -215,6 +215,9 @@ CASES += [
     for name, args, archs in [
         ("split", (8, 16), tuple(MAX_SHARED)),
         ("unsplit", (512, 128), (80, 90, 100)),
+        ("early combination", (1, 16), (90,)),
+        ("split, whole lines", (8, 128), (90,)),
+        ("unsplit, few heads", (512, 16), (90,)),
         ("fp16", (8, 64, torch.float16), (80, 90)),
         ("odd dims", (8, 65, torch.float16, 12, 9), (80, 90)),
         ("wide", (8, 32, torch.bfloat16, 1088, 1024), (80, 90)),
@@ -222,6 +225,7 @@ CASES += [
         ("fp8", (8, 16, torch.bfloat16, 576, 512, True), tuple(MAX_SHARED)),
         ("fp8, many heads", (8, 64, torch.bfloat16, 576, 512, True), (90,)),
         ("fp8 unsplit", (512, 128, torch.bfloat16, 576, 512, True), (90, 100)),
+        ("fp8, whole lines", (8, 128, torch.bfloat16, 576, 512, True), (90,)),
         ("fp8, fp16 queries", (8, 128, torch.float16, 576, 512, True), (80, 90)),
         ("fp8, fp32 queries", (8, 128, torch.float32, 576, 512, True), (90, 120)),
     ]

@@ -301,6 +301,45 @@ def test_sparse_mla_splits_fill_the_card() -> None:
         assert _splits(132, tokens, 128, 2, 2048, 64) == (1, 2048)
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "num_heads", "num_splits", "block_h"),
+    [
+        (1, 16, 32, 16), (1, 64, 32, 16), (1, 128, 16, 16),
+        (8, 16, 16, 16), (8, 64, 8, 32), (8, 128, 8, 64),
+        (64, 16, 2, 16), (64, 64, 2, 64), (64, 128, 1, 64),
+    ],
+)  # fmt: skip
+def test_sparse_mla_splits_and_heads_of_a_program_are_the_fastest_measured(
+    num_tokens: int, num_heads: int, num_splits: int, block_h: int
+) -> None:
+    groups = -(-num_heads // _sparse_mla_decode_hopper.BLOCK_H)
+    assert _splits(132, num_tokens, num_heads, groups, 2048, 64)[0] == num_splits
+    parts = num_tokens * num_splits
+    assert _sparse_mla_decode_hopper.heads_of_program(parts, num_heads, 132) == block_h
+
+
+def test_sparse_mla_heads_of_a_program_cover_all_in_one_turn() -> None:
+    """Fewer than 64 only where that starts no program that has to wait for another."""
+    for num_sms in (1, 66, 132):
+        for parts in (1, 2, 7, 32, 65, 132, 1000):
+            for num_heads in (1, 8, 16, 17, 24, 64, 65, 100, 128, 1000):
+                block_h = _sparse_mla_decode_hopper.heads_of_program(parts, num_heads, num_sms)
+                groups = -(-num_heads // block_h)
+                assert block_h in (16, 32, 64)
+                assert block_h == 64 or groups == 1 or parts * groups <= num_sms
+                if block_h > 16:
+                    smaller = -(-num_heads // (block_h // 2))
+                    assert smaller > 1
+                    assert parts * smaller > num_sms
+
+
+def test_sparse_mla_warps_look_alone_at_short_parts_of_single_items() -> None:
+    scan = _sparse_mla_decode_hopper.scan
+    assert [scan(size, 132, 132) for size in (64, 128, 192, 256)] == [64, 128, 256, 256]
+    assert [scan(size, 132, 132) for size in (320, 512, 576, 4096)] == [512, 512, 2048, 2048]
+    assert [scan(size, 133, 132) for size in (64, 512, 2048)] == [512, 512, 2048]
+
+
 def model_inputs(
     seed: int,
     num_reqs: int = 5,
@@ -362,6 +401,22 @@ def reference64(inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
+def one_token(seed: int, num_heads: int = 16, fp8: bool = False) -> dict[str, Any]:
+    """A single token, -1 between its indices, whose request is the last of three."""
+    inputs = model_inputs(3 * seed, 3, num_heads, max_query_len=1, fp8=fp8)
+    return {
+        **inputs,
+        "q": inputs["q"][1:2],
+        "topk_indices": inputs["topk_indices"][1:2],
+        "query_start_loc": (inputs["query_start_loc"] - 1).clamp(min=0),
+    }
+
+
+def assert_equals_reference64(inputs: dict[str, Any]) -> None:
+    for actual, expected in zip(launch(**inputs), reference64(inputs), strict=True):
+        assert_close(actual, expected)
+
+
 @pytest.fixture(params=["chosen kernel", "portable kernel"])
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The kernel that the card gets, and the one that every card can have."""
@@ -379,17 +434,14 @@ def test_sparse_mla_on_the_card_equals_float64(
 ) -> None:
     for num_reqs in (1, 7, 40):
         inputs = model_inputs(num_heads, num_reqs, num_heads, dtype=dtype, fp8=fp8)
-        for actual, expected in zip(launch(**inputs), reference64(inputs), strict=True):
-            assert_close(actual, expected)
+        assert_equals_reference64(inputs)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("topk", [1, 63, 512, 1000, 4096])
 @pytest.mark.parametrize("fp8", [False, True], ids=["cache of q", "fp8"])
 def test_sparse_mla_on_the_card_of_each_topk(fp8: bool, topk: int, kernel: str) -> None:
-    inputs = model_inputs(topk, topk=topk, fp8=fp8)
-    for actual, expected in zip(launch(**inputs), reference64(inputs), strict=True):
-        assert_close(actual, expected)
+    assert_equals_reference64(model_inputs(topk, topk=topk, fp8=fp8))
 
 
 @pytest.mark.gpu
@@ -420,8 +472,7 @@ def test_sparse_mla_on_the_card_of_rows_without_keys_or_requests() -> None:
         inputs = model_inputs(2, num_reqs, 64)
         inputs["topk_indices"][::2] = -1
         inputs["q"][int(inputs["query_start_loc"][-1]) :] = math.nan
-        for actual, expected in zip(launch(**inputs), reference64(inputs), strict=True):
-            assert_close(actual, expected)
+        assert_equals_reference64(inputs)
 
 
 @pytest.mark.gpu
@@ -445,7 +496,99 @@ def test_sparse_mla_on_the_card_equals_random_batches() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("num_reqs", "num_heads"), [(1, 16), (5, 128), (100, 16)])
+@pytest.mark.parametrize("num_heads", [8, 16, 24, 64, 65, 100, 128])
+@pytest.mark.parametrize("fp8", [False, True], ids=["cache of q", "fp8"])
+def test_sparse_mla_on_the_card_of_one_token(fp8: bool, num_heads: int, kernel: str) -> None:
+    for seed in range(3):
+        inputs = one_token(seed, num_heads, fp8)
+        assert reference64(inputs)[1].isfinite().all()
+        assert_equals_reference64(inputs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_splits", [1, 8, 32])
+@pytest.mark.parametrize("num_heads", [8, 24, 65, 100, 128])
+@pytest.mark.parametrize("fp8", [False, True], ids=["cache of q", "fp8"])
+def test_sparse_mla_on_the_card_of_each_number_of_heads_a_program(
+    fp8: bool, num_heads: int, num_splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which program has a head, and how it stores the sums, changes no bit of the result."""
+    if fp8 and num_heads < _sparse_mla_decode_hopper.MIN_HEADS_OF_FP8:
+        pytest.skip("left to the portable kernel")
+    monkeypatch.setattr(
+        sparse_mla_decode, "_splits", lambda *sizes: (num_splits, 2048 // num_splits)
+    )
+    inputs = model_inputs(num_heads, 7, num_heads, fp8=fp8)
+    inputs["topk_indices"][:2] = -1
+    expected = None
+    for block_h in (16, 32, 64):
+        monkeypatch.setattr(
+            _sparse_mla_decode_hopper, "heads_of_program", lambda *sizes, block_h=block_h: block_h
+        )
+        for min_tokens in (1, 1 << 20):
+            monkeypatch.setattr(_sparse_mla_decode_hopper, "MIN_TOKENS_OF_LINES", min_tokens)
+            results = launch(**inputs)
+            if expected is None:
+                expected = results
+                for actual, other in zip(results, reference64(inputs), strict=True):
+                    assert_close(actual, other)
+            for actual, other in zip(results, expected, strict=True):
+                assert_same_bits(actual, other)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_heads", [8, 16, 64])
+def test_sparse_mla_on_the_card_combines_early_what_it_combines_late(
+    num_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other inputs at each call, in the same memory: parts read too soon are those of another."""
+    launch_parts = _sparse_mla_decode_hopper.launch
+    monkeypatch.setattr(sparse_mla_decode, "_splits", lambda *sizes: (8, 256))
+    batches = [one_token(seed, num_heads) for seed in range(3)]
+
+    def late(*args: Any) -> int:
+        num_sms = sparse_mla_decode.num_sms(args[0].device)
+        assert 2 * launch_parts(*args) <= num_sms
+        return num_sms
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_sparse_mla_decode_hopper, "launch", late)
+        expected = [launch(**inputs) for inputs in batches]
+    for _ in range(50):
+        results = [launch(**inputs) for inputs in batches]
+        for result, other in zip(results, expected, strict=True):
+            for actual, tensor in zip(result, other, strict=True):
+                assert_same_bits(actual, tensor)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("query_lens", ["few tokens", "a token each"])
+@pytest.mark.parametrize("num_heads", [16, 65])
+def test_sparse_mla_on_the_card_of_many_requests(num_heads: int, query_lens: str) -> None:
+    """As many as one step of the searches for a token's request looks at, and more."""
+    for num_reqs in (63, 64, 300, 511, 512, 700):
+        few = (0, num_reqs // 2, num_reqs - 1)
+        lens = [int(query_lens == "a token each" or i in few) for i in range(num_reqs)]
+        inputs, _ = make_inputs(
+            (lens, [5 * n for n in lens], 2), num_heads=num_heads, head_dim=576, latent_dim=512,
+            block_size=64, topk=70, dtype=torch.bfloat16, device="cuda",
+        )  # fmt: skip
+        inputs["scale"] = 576**-0.5
+        assert_equals_reference64(inputs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_heads", [16, 64, 128])
+def test_sparse_mla_replays_of_one_token(num_heads: int) -> None:
+    """Of 16 heads with the combination begun early."""
+    assert_replays(ops.sparse_mla_decode, [one_token(seed, num_heads) for seed in range(3)])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("num_reqs", "num_heads"),
+    [(1, 16), (2, 64), (2, 128), (5, 128), (16, 64), (100, 16), (100, 65)],
+)
 @pytest.mark.parametrize("fp8", [False, True], ids=["cache of q", "fp8"])
 def test_sparse_mla_replays(fp8: bool, num_reqs: int, num_heads: int) -> None:
     assert_replays(
