@@ -55,6 +55,8 @@ MAX_ROWS, MAX_ROWS_SLOTS = 8, 1
 # score.
 MAX_REGISTERS, SCORE_REGISTERS, LOAD_REGISTERS = 128, 160, 32
 BLOCK_REQUESTS = 256
+# Up to here work is counted in int32: int64 takes longer.
+MAX_INT32 = 2**31 - 1
 # Logits of a selection that stay in the L2 until they are read, if they are at most so many.
 MAX_KEPT_BYTES = 16 << 20
 # As few requests have too few tiles for the next queries to be loaded ahead of.
@@ -103,33 +105,34 @@ def number(smem, index):
 
 @gluon.jit
 def find_run(first_rows, batch, table, ends_smem, MANY: gl.constexpr):
-    """As ``_runs.find_run``, in int32: ``begin, end`` of the program's run, the request that it
-    begins in, and ``rows_of`` that request. ``first_rows`` are those of the first requests; MANY:
-    there are more.
+    """As ``_runs.find_run``: ``begin, end`` of the program's run, the request that it begins in,
+    and ``rows_of`` that request. Work is counted in the dtype of ``ends_smem``. ``first_rows`` are
+    those of the first requests; MANY: there are more.
     """
     start, stop, _, tiles = first_rows
     num_reqs = batch[3]
     REQUESTS: gl.constexpr = start.shape[0]
+    COUNT: gl.constexpr = ends_smem.dtype
     block = gl.arange(0, REQUESTS, layout=start.type.layout)
-    ends = gl.associative_scan(tiles * tile_work(start, stop), 0, add)
-    ends_smem._reinterpret(gl.int32, [REQUESTS], NUMBERS).store(ends)
+    ends = gl.associative_scan(tiles.to(COUNT) * tile_work(start, stop), 0, add)
+    ends_smem._reinterpret(COUNT, [REQUESTS], NUMBERS).store(ends)
     seen = number(ends_smem, REQUESTS - 1)
     total = seen
     if MANY:
         for first in range(REQUESTS, num_reqs, REQUESTS):
             start, stop, _, tiles = request_rows(first + block, batch)
-            total += gl.sum(tiles * tile_work(start, stop), axis=0)
+            total += gl.sum(tiles.to(COUNT) * tile_work(start, stop), axis=0)
     share = total // gl.num_programs(0)
     rest = total - share * gl.num_programs(0)
     begin = share * gl.program_id(0) + gl.minimum(gl.program_id(0), rest)
-    end = begin + share + (gl.program_id(0) < rest).to(gl.int32)
+    end = begin + share + (gl.program_id(0) < rest).to(COUNT)
 
     request = gl.sum(((ends <= begin) & (block < num_reqs)).to(gl.int32), axis=0)
     passed = gl.where(request > 0, number(ends_smem, gl.maximum(request - 1, 0)), 0)
     if MANY:
         for first in range(REQUESTS, num_reqs, REQUESTS):
             start, stop, _, tiles = request_rows(first + block, batch)
-            work = tiles * tile_work(start, stop)
+            work = tiles.to(COUNT) * tile_work(start, stop)
             ends = seen + gl.associative_scan(work, 0, add)
             before = (ends <= begin) & (first + block < num_reqs)
             request += gl.sum(before.to(gl.int32), axis=0)
@@ -155,9 +158,9 @@ def rows_of(request, passed, begin, end, batch):
     A tile belongs to the run in which its work begins.
     """
     start, stop, seq_len, tiles = request_rows(request, batch)
-    work = tile_work(start, stop)
-    first = gl.maximum((begin - passed + work - 1) // work, 0)
-    last = gl.minimum((end - passed + work - 1) // work, tiles)
+    work = tile_work(start, stop).to(passed.dtype)
+    first = gl.maximum((begin - passed + work - 1) // work, 0).to(gl.int32)
+    last = gl.minimum((end - passed + work - 1) // work, tiles.to(passed.dtype)).to(gl.int32)
     return start, stop, seq_len, first, last, passed + tiles * work
 
 
@@ -403,7 +406,6 @@ def score(batch, run, table, logits, smem, bars, ROWS: gl.constexpr, SLOTS: gl.c
                     scale = scales_smem.index(stage).reshape([TILE]).load(KEY) * 0.5
                     left_codes = codes_smem.index(stage * 2).load(CODES)
                     right_codes = codes_smem.index(stage * 2 + 1).load(CODES)
-                    mbarrier.arrive(keys_empty.index(stage), count=1)
 
                     positions = tile * TILE + keys
                     out_ptr = row_ptr  # of scalars: a pointer a thread would spill
@@ -417,6 +419,10 @@ def score(batch, run, table, logits, smem, bars, ROWS: gl.constexpr, SLOTS: gl.c
                         right = multiply(right_codes, q)
                         weights = weights_smem.index(box + n).load(HEAD)
                         left, right = warpgroup_mma_wait(0, deps=[left, right])
+                        if n == 0:
+                            # Not sooner: no barrier waits for loads into registers, and the next
+                            # keys do not queue behind them.
+                            mbarrier.arrive(keys_empty.index(stage), count=1)
                         left_sum = weigh(left, weights)
                         right_sum = weigh(right, weights)
                         store_scores(
@@ -475,7 +481,7 @@ def indexer_logits_hopper_kernel(
     num_tokens, num_reqs, num_blocks, max_seq_len, min_keys,
     table_stride, logits_stride,
     HEADS: gl.constexpr, ROWS: gl.constexpr, SLOTS: gl.constexpr,
-    REQUESTS: gl.constexpr, MANY: gl.constexpr, KEEP: gl.constexpr,
+    REQUESTS: gl.constexpr, MANY: gl.constexpr, WIDE: gl.constexpr, KEEP: gl.constexpr,
     SCORE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
 ):
     # fmt: on
@@ -496,7 +502,8 @@ def indexer_logits_hopper_kernel(
     q_empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     keys_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     keys_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    ends_smem = gl.allocate_shared_memory(gl.int32, [REQUESTS, 1], NUMBERS)
+    COUNT: gl.constexpr = gl.int64 if WIDE else gl.int32
+    ends_smem = gl.allocate_shared_memory(COUNT, [REQUESTS, 1], NUMBERS)
     for i in gl.static_range(SLOTS):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=GROUPS)
@@ -556,9 +563,8 @@ def supports(
         # rows of 128 bytes are found by int32 numbers
         and num_blocks * BLOCK_ROWS.value < 2**31
         and (num_tokens + MAX_ROWS) * num_heads < 2**31
-        # and all work of the batch is
-        and (num_tokens + LOAD_COST.value * seq_lens.shape[0]) * -(-max_seq_len // TILE.value)
-        < 2**31
+        # and so are the columns of the tiles that the groups look ahead for
+        and max_seq_len <= 2**31 - TILE.value * (GROUPS.value + 2)
         and all(_is_aligned(tensor) for tensor in (q, weights, k_cache))
     )
 
@@ -582,6 +588,8 @@ def score_keys(
     """As ``indexer_logits.score_keys``, for what ``supports`` takes."""
     num_tokens, num_heads, _ = q.shape
     num_reqs = seq_lens.shape[0]
+    # What the work can come to, whatever the starts of the requests are.
+    most = (num_tokens + LOAD_COST.value) * (num_reqs + 1) * (-(-max_seq_len // TILE.value) + 1)
     few = num_reqs >= MIN_REQUESTS_AHEAD and num_tokens <= FEW_ROWS * num_reqs
     indexer_logits_hopper_kernel[(num_sms(q.device),)](
         *_descriptors(q, weights, k_cache),
@@ -590,7 +598,7 @@ def score_keys(
         block_table.stride(0), logits.stride(0),
         HEADS=num_heads, ROWS=FEW_ROWS if few else MAX_ROWS,
         SLOTS=FEW_ROWS_SLOTS if few else MAX_ROWS_SLOTS,
-        REQUESTS=BLOCK_REQUESTS, MANY=num_reqs > BLOCK_REQUESTS,
+        REQUESTS=BLOCK_REQUESTS, MANY=num_reqs > BLOCK_REQUESTS, WIDE=most > MAX_INT32,
         KEEP=row_lens is not None and logits.nbytes <= MAX_KEPT_BYTES,
         SCORE_REGISTERS=SCORE_REGISTERS, LOAD_REGISTERS=LOAD_REGISTERS,
         num_warps=4, maxnreg=MAX_REGISTERS,

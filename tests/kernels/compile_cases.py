@@ -398,6 +398,12 @@ CASES += [
         archs=(90,),
     ),
     Case(
+        "indexer_logits of much work",
+        "indexer_logits",
+        lambda: {**index_inputs(torch.float8_e4m3fn, num_tokens=8192), "max_seq_len": 1 << 23},
+        archs=(90,),
+    ),
+    Case(
         "indexer_select of fp8",
         "indexer_select",
         lambda: {**index_inputs(torch.float8_e4m3fn, 32, 128, 64, 16), "topk": 2048},

@@ -113,11 +113,9 @@ def test_more_than_the_copy_engine_can_number_is_not() -> None:
 
 
 @pytest.mark.usefixtures("hopper_card")
-def test_more_work_than_the_kernel_can_count_is_not() -> None:
-    """A tile of 128 keys counts as many as it has rows, and two."""
-    for tiles, taken in [(2**31 // 7, True), (2**31 // 7 + 1, False)]:
-        # 3 tokens and 2 requests
-        assert hopper.supports(**shape() | {"max_seq_len": tiles * 128}) == taken
+def test_rows_with_columns_past_int32_are_not() -> None:
+    for max_seq_len, taken in [(2**31 - 640, True), (2**31 - 639, False)]:
+        assert hopper.supports(**shape() | {"max_seq_len": max_seq_len}) == taken
 
 
 @pytest.mark.usefixtures("hopper_card")
@@ -189,7 +187,9 @@ def test_hopper_logits_of_random_batches() -> None:
 @pytest.mark.parametrize(
     ("query_lens", "longest"),
     [([n] * 5, 9000) for n in range(1, 9)]
-    + [([1], 60_000), ([1, 2] * 300, 300), (RAGGED, 4000), ([70, 1, 33], 2000)],
+    + [([1], 60_000), ([1, 2] * 300, 300), (RAGGED, 4000), ([70, 1, 33], 2000)]
+    # the first requests without work, and as many as are looked at in one go, and one more
+    + [([0] * 256 + [1], 300), ([0] * 300 + [2] * 40, 500), ([1] * 256, 200), ([1] * 257, 200)],
 )
 def test_hopper_logits_equal_float64(query_lens: list[int], longest: int, num_heads: int) -> None:
     assert_scores(card_inputs(query_lens, longest, num_heads=num_heads), FP8_ERROR)
@@ -215,6 +215,18 @@ def test_hopper_logits_do_not_depend_on_the_batch(
         monkeypatch.setattr(hopper, "MAX_ROWS", rows)
         monkeypatch.setattr(hopper, "MAX_ROWS_SLOTS", slots)
         assert_same_bits(launch(**inputs), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("query_lens", [RAGGED, [1, 2] * 200], ids=len)
+def test_hopper_logits_do_not_depend_on_how_work_is_counted(
+    query_lens: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = card_inputs(query_lens, 1000)
+    expected = launch(**inputs)
+    monkeypatch.setattr(hopper, "MAX_INT32", 0)
+    assert_same_bits(launch(**inputs), expected)
 
 
 @pytest.mark.gpu
