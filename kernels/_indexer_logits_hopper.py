@@ -344,13 +344,31 @@ def sum_quads(left, right):
     return gl.reshape(gl.permute(gl.reshape(sums, [4, 8, 2, 2]), (2, 0, 3, 1)), [TILE])
 
 
+# fmt: off
 @gluon.jit
-def store_scores(left, right, scale, positions, last_position, row_ptr, mask, KEEP: gl.constexpr):
-    """KEEP: the L2 is to hold them longer than the keys, which are read once."""
-    scores = sum_quads(left, right) * scale
+def score_row(
+    left_codes, right_codes, q, weights, scale, positions, last_position, out_ptr, mask,
+    keys_empty, HEAD: gl.constexpr, KEEP: gl.constexpr,
+):
+    # fmt: on
+    """Score and store a tile for one row; ``keys_empty``: where to say that it is in registers.
+
+    That is not before products have begun, which need them all: a barrier does not wait for loads
+    that are under way, and the next keys do not queue behind them. KEEP: the L2 is to hold the
+    scores longer than the keys, which are read once.
+    """
+    left = multiply(left_codes, q)
+    right = multiply(right_codes, q)
+    weights = weights.load(HEAD)
+    if keys_empty is not None:
+        mbarrier.arrive(keys_empty, count=1)
+    left, right = warpgroup_mma_wait(0, deps=[left, right])
+    left_sum = weigh(left, weights)
+    right_sum = weigh(right, weights)
+    scores = sum_quads(left_sum, right_sum) * scale
     scores = gl.where(positions <= last_position, scores, float("-inf"))
     POLICY: gl.constexpr = "evict_last" if KEEP else ""
-    gl.store(row_ptr + positions, scores, mask=mask, eviction_policy=POLICY)
+    gl.store(out_ptr + positions, scores, mask=mask, eviction_policy=POLICY)
 
 
 @gluon.jit
@@ -408,29 +426,24 @@ def score(batch, run, table, logits, smem, bars, ROWS: gl.constexpr, SLOTS: gl.c
                     right_codes = codes_smem.index(stage * 2 + 1).load(CODES)
 
                     positions = tile * TILE + keys
-                    out_ptr = row_ptr  # of scalars: a pointer a thread would spill
                     mask = positions < max_seq_len
                     box = slot * ROWS
-                    # Else the compiler puts one into each loop.
+                    out_ptr = row_ptr  # of scalars: a pointer a thread would spill
+                    score_row(
+                        left_codes, right_codes, q_smem.index(box), weights_smem.index(box),
+                        scale, positions, last_position, out_ptr, mask,
+                        keys_empty.index(stage), HEAD, KEEP,
+                    )  # fmt: skip
+                    # Else the compiler puts one into the loop.
                     group_barrier()
-                    for n in range(0, rows):
-                        q = q_smem.index(box + n)
-                        left = multiply(left_codes, q)
-                        right = multiply(right_codes, q)
-                        weights = weights_smem.index(box + n).load(HEAD)
-                        left, right = warpgroup_mma_wait(0, deps=[left, right])
-                        if n == 0:
-                            # Not sooner: no barrier waits for loads into registers, and the next
-                            # keys do not queue behind them.
-                            mbarrier.arrive(keys_empty.index(stage), count=1)
-                        left_sum = weigh(left, weights)
-                        right_sum = weigh(right, weights)
-                        store_scores(
-                            left_sum, right_sum, scale, positions, last_position, out_ptr, mask,
-                            KEEP,
-                        )  # fmt: skip
+                    for n in range(1, rows):
                         out_ptr += logits_stride
                         last_position += 1
+                        score_row(
+                            left_codes, right_codes, q_smem.index(box + n),
+                            weights_smem.index(box + n), scale, positions, last_position,
+                            out_ptr, mask, None, HEAD, KEEP,
+                        )  # fmt: skip
                 mbarrier.arrive(q_empty.index(slot), count=1)
                 done += last - first
                 slot += 1
