@@ -37,6 +37,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ._common import capability, num_sms
+from ._hopper import blocks_of, prefetch
 
 BLOCK = gl.constexpr(64)  # keys
 DIM = gl.constexpr(128)
@@ -142,11 +143,7 @@ def find_run(first_rows, batch, table, ends_smem, MANY: gl.constexpr):
     group_barrier()
     start, stop, seq_len, first, last, passed = rows_of(request, passed, begin, end, batch)
     # On its way into the L2 while the warps take up their roles.
-    entry_ptr = table[0] + request.to(gl.int64) * table[1] + first * 2
-    PREFETCH: gl.constexpr = "@$2 prefetch.global.L2 [$1]; mov.u32 $0, 0;"
-    gl.inline_asm_elementwise(
-        PREFETCH, "=r,l,b", [entry_ptr, first < last], dtype=gl.int32, is_pure=False, pack=1
-    )
+    prefetch((blocks_of(request, table) + first * 2).to(gl.int64), first < last)
     return begin, end, request, start, stop, seq_len, first, last, passed
 
 
@@ -207,7 +204,7 @@ def load_queries(batch, run, sources, smem, bars, ROWS: gl.constexpr, SLOTS: gl.
 def load_keys(batch, run, table, sources, smem, bars, ROWS: gl.constexpr):
     begin, end, request, start, stop, seq_len, first, last, passed = run
     num_reqs, max_seq_len = batch[3], batch[4]
-    block_table_ptr, table_stride, num_blocks = table
+    num_blocks = table[2]
     codes_desc, scales_desc = sources
     codes_smem, scales_smem = smem
     keys_full, keys_empty = bars
@@ -219,7 +216,7 @@ def load_keys(batch, run, table, sources, smem, bars, ROWS: gl.constexpr):
     more = begin < end
     while more:
         if last > first:
-            table_row = block_table_ptr + request.to(gl.int64) * table_stride
+            table_row = blocks_of(request, table)
             keys = gl.minimum(seq_len, max_seq_len)
             last_column = gl.minimum(last * 2, (keys + BLOCK - 1) // BLOCK)
             for _row in range(start, stop, ROWS):
@@ -376,7 +373,7 @@ def score(batch, run, table, logits, smem, bars, ROWS: gl.constexpr, SLOTS: gl.c
           HEADS: gl.constexpr, KEEP: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
     begin, end, request, start, stop, seq_len, first, last, passed = run
     num_reqs, max_seq_len = batch[3], batch[4]
-    block_table_ptr, table_stride, num_blocks = table
+    num_blocks = table[2]
     logits_ptr, logits_stride = logits
     q_smem, weights_smem, codes_smem, scales_smem = smem
     q_full, q_empty, keys_full, keys_empty = bars
@@ -403,7 +400,7 @@ def score(batch, run, table, logits, smem, bars, ROWS: gl.constexpr, SLOTS: gl.c
         if last > first:
             columns = (gl.minimum(seq_len, max_seq_len) + BLOCK - 1) // BLOCK
             columns = gl.minimum(columns, last * 2)
-            table_row = block_table_ptr + request.to(gl.int64) * table_stride
+            table_row = blocks_of(request, table)
             for row in range(start, stop, ROWS):
                 rows = gl.minimum(stop - row, ROWS)
                 mine = first + (GROUP + GROUPS - done % GROUPS) % GROUPS

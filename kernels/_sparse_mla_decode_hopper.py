@@ -39,6 +39,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents
 
+from ._hopper import blocks_of, prefetch
+
 LATENT_DIM = 512
 ROPE_DIM = 64
 BLOCK_H = 64
@@ -104,11 +106,6 @@ def _topk_row(token, batch):
 
 
 @gluon.jit
-def _table_row(request, table):
-    return table[0] + request.to(gl.int64) * table[1]
-
-
-@gluon.jit
 def _load_index(topk_row, stride, columns, end):
     return gl.load(topk_row + columns.to(gl.int64) * stride, mask=columns < end, other=-1)
 
@@ -143,21 +140,7 @@ def _prefetch(keys, valid):
     # A key does not begin at a line: its last byte lies in one more.
     mask = gl.expand_dims(valid, 1) & gl.expand_dims(offsets < BYTES + 127, 0)
     places = gl.expand_dims(keys, 1) + gl.expand_dims(gl.minimum(offsets, BYTES - 1), 0)
-    gl.inline_asm_elementwise(
-        """
-        {
-        .reg .pred p;
-        setp.ne.u32 p, $2, 0;
-        @p prefetch.global.L2 [$1];
-        mov.u32 $0, 0;
-        }
-        """,
-        "=r,l,r",
-        [places, mask.to(gl.int32)],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    prefetch(places, mask)
 
 
 @gluon.jit
@@ -245,7 +228,7 @@ def _start_item(item, batch, table, lanes, BLOCK_SIZE: gl.constexpr, SCAN: gl.co
     index = _load_index(topk_row, batch[0][2], first + lanes, limit)
     index_after = _load_index(topk_row, batch[0][2], first + 64 + lanes, limit)
     request, end = _bounds(token, first, limit, batch, SCAN)
-    table_row = _table_row(request, table)
+    table_row = blocks_of(request, table)
     index = gl.where(request >= 0, index, -1)
     block, offset = _load_block(index, table_row, table, BLOCK_SIZE)
     index_after = gl.where(request >= 0, index_after, -1)
@@ -393,7 +376,7 @@ def _score(
         _copy_queries(token, group, queries, q_smem)
         request, end = _bounds(token, first, limit, batch, SCAN)
         topk_row = _topk_row(token, batch)
-        table_row = _table_row(request, table)
+        table_row = blocks_of(request, table)
         index = _load_index(topk_row, batch[0][2], first + lanes, end)
         block, _ = _load_block(index, table_row, table, BLOCK_SIZE)
         index = _load_index(topk_row, batch[0][2], first + 64 + lanes, end)

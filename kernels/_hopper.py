@@ -1,0 +1,30 @@
+"""What the Gluon kernels for compute capability 9.0 share."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.jit
+def blocks_of(request, table):
+    """Where the blocks of a request are: ``table`` begins with a pointer and its stride."""
+    return table[0] + request.to(gl.int64) * table[1]
+
+
+@gluon.jit
+def prefetch(addresses, mask):
+    """Bring the lines of some addresses (int64) into the L2 cache."""
+    gl.inline_asm_elementwise(
+        """
+        {
+        .reg .pred p;
+        setp.ne.u32 p, $2, 0;
+        @p prefetch.global.L2 [$1];
+        mov.u32 $0, 0;
+        }
+        """,
+        "=r,l,r",
+        [addresses, mask.to(gl.int32)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
