@@ -162,10 +162,26 @@ def rows_of(request, passed, begin, end, batch):
 
 
 @gluon.jit
+def next_request(run, batch):
+    """Whether the run goes on behind its request, and the run at the next one."""
+    begin, end, request, start, stop, seq_len, first, last, passed = run
+    request += 1
+    more = (passed < end) & (request < batch[3])
+    if more:
+        start, stop, seq_len, first, last, passed = rows_of(request, passed, begin, end, batch)
+    return more, (begin, end, request, start, stop, seq_len, first, last, passed)
+
+
+@gluon.jit
+def end_of_columns(last, seq_len, batch):
+    """Where the columns of the block table end that the tiles up to ``last - 1`` have keys in."""
+    keys = gl.minimum(seq_len, batch[4])
+    return gl.minimum(last * 2, (keys + BLOCK - 1) // BLOCK)
+
+
+@gluon.jit
 def load_queries(batch, run, sources, smem, bars, ROWS: gl.constexpr, SLOTS: gl.constexpr,
                  HEADS: gl.constexpr):  # fmt: skip
-    begin, end, request, start, stop, _seq_len, first, last, passed = run
-    num_reqs = batch[3]
     q_desc, weights_desc = sources
     q_smem, weights_smem = smem
     q_full, q_empty = bars
@@ -173,8 +189,9 @@ def load_queries(batch, run, sources, smem, bars, ROWS: gl.constexpr, SLOTS: gl.
     ROW_BYTES: gl.constexpr = HEADS * (DIM + 4)
     slot = 0
     slot_phase = 1
-    more = begin < end
+    more = run[0] < run[1]
     while more:
+        _, _, _, start, stop, _, first, last, _ = run
         if last > first:
             for row in range(start, stop, ROWS):
                 rows = gl.minimum(stop - row, ROWS)
@@ -194,16 +211,11 @@ def load_queries(batch, run, sources, smem, bars, ROWS: gl.constexpr, SLOTS: gl.
                 if slot == SLOTS:
                     slot = 0
                     slot_phase ^= 1
-        request += 1
-        more = (passed < end) & (request < num_reqs)
-        if more:
-            start, stop, _seq_len, first, last, passed = rows_of(request, passed, begin, end, batch)
+        more, run = next_request(run, batch)
 
 
 @gluon.jit
 def load_keys(batch, run, table, sources, smem, bars, ROWS: gl.constexpr):
-    begin, end, request, start, stop, seq_len, first, last, passed = run
-    num_reqs, max_seq_len = batch[3], batch[4]
     num_blocks = table[2]
     codes_desc, scales_desc = sources
     codes_smem, scales_smem = smem
@@ -213,12 +225,12 @@ def load_keys(batch, run, table, sources, smem, bars, ROWS: gl.constexpr):
     lanes = gl.arange(0, AHEAD, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     stage = 0
     phase = 1
-    more = begin < end
+    more = run[0] < run[1]
     while more:
+        _, _, request, start, stop, seq_len, first, last, _ = run
         if last > first:
             table_row = blocks_of(request, table)
-            keys = gl.minimum(seq_len, max_seq_len)
-            last_column = gl.minimum(last * 2, (keys + BLOCK - 1) // BLOCK)
+            last_column = end_of_columns(last, seq_len, batch)
             for _row in range(start, stop, ROWS):
                 columns = first * 2 + lanes
                 blocks = gl.load(
@@ -249,10 +261,7 @@ def load_keys(batch, run, table, sources, smem, bars, ROWS: gl.constexpr):
                             stage = 0
                             phase ^= 1
                     blocks = next_blocks
-        request += 1
-        more = (passed < end) & (request < num_reqs)
-        if more:
-            start, stop, seq_len, first, last, passed = rows_of(request, passed, begin, end, batch)
+        more, run = next_request(run, batch)
 
 
 @gluon.jit
@@ -371,8 +380,7 @@ def score_row(
 @gluon.jit
 def score(batch, run, table, logits, smem, bars, ROWS: gl.constexpr, SLOTS: gl.constexpr,
           HEADS: gl.constexpr, KEEP: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
-    begin, end, request, start, stop, seq_len, first, last, passed = run
-    num_reqs, max_seq_len = batch[3], batch[4]
+    max_seq_len = batch[4]
     num_blocks = table[2]
     logits_ptr, logits_stride = logits
     q_smem, weights_smem, codes_smem, scales_smem = smem
@@ -395,11 +403,11 @@ def score(batch, run, table, logits, smem, bars, ROWS: gl.constexpr, SLOTS: gl.c
     count = 0  # tiles of the group
     slot = 0
     slot_phase = 0
-    more = begin < end
+    more = run[0] < run[1]
     while more:
+        _, _, request, start, stop, seq_len, first, last, _ = run
         if last > first:
-            columns = (gl.minimum(seq_len, max_seq_len) + BLOCK - 1) // BLOCK
-            columns = gl.minimum(columns, last * 2)
+            columns = end_of_columns(last, seq_len, batch)
             table_row = blocks_of(request, table)
             for row in range(start, stop, ROWS):
                 rows = gl.minimum(stop - row, ROWS)
@@ -447,10 +455,7 @@ def score(batch, run, table, logits, smem, bars, ROWS: gl.constexpr, SLOTS: gl.c
                 if slot == SLOTS:
                     slot = 0
                     slot_phase ^= 1
-        request += 1
-        more = (passed < end) & (request < num_reqs)
-        if more:
-            start, stop, seq_len, first, last, passed = rows_of(request, passed, begin, end, batch)
+        more, run = next_request(run, batch)
 
 
 @gluon.jit
