@@ -55,7 +55,8 @@ MAX_ROWS, MAX_ROWS_SLOTS = 8, 1
 # Registers: 128 a thread when the kernel starts, 512 threads. What load and fill give up goes to
 # score.
 MAX_REGISTERS, SCORE_REGISTERS, LOAD_REGISTERS = 128, 160, 32
-BLOCK_REQUESTS = 256
+# Requests that every warp looks at by itself, and that all warps look at together.
+WARP_REQUESTS, BLOCK_REQUESTS = 64, 256
 # Up to here work is counted in int32: int64 takes longer.
 MAX_INT32 = 2**31 - 1
 # Logits of a selection that stay in the L2 until they are read, if they are at most so many.
@@ -105,19 +106,26 @@ def number(smem, index):
 
 
 @gluon.jit
-def find_run(first_rows, batch, table, ends_smem, MANY: gl.constexpr):
+def find_run(first_rows, batch, table, ends_smem, FEW: gl.constexpr, MANY: gl.constexpr):
     """As ``_runs.find_run``: ``begin, end`` of the program's run, the request that it begins in,
     and ``rows_of`` that request. Work is counted in the dtype of ``ends_smem``. ``first_rows`` are
-    those of the first requests; MANY: there are more.
+    those of the first requests; FEW: each warp has all of them, and waits for no other; MANY: there
+    are more.
     """
     start, stop, _, tiles = first_rows
     num_reqs = batch[3]
     REQUESTS: gl.constexpr = start.shape[0]
     COUNT: gl.constexpr = ends_smem.dtype
     block = gl.arange(0, REQUESTS, layout=start.type.layout)
-    ends = gl.associative_scan(tiles.to(COUNT) * tile_work(start, stop), 0, add)
-    ends_smem._reinterpret(COUNT, [REQUESTS], NUMBERS).store(ends)
-    seen = number(ends_smem, REQUESTS - 1)
+    work = tiles.to(COUNT) * tile_work(start, stop)
+    if FEW:
+        # Triton scans what lies along the lanes of each warp in two dims only.
+        ends = gl.sum(gl.associative_scan(gl.expand_dims(work, 1), 0, add), axis=1)
+        seen = gl.max(ends, axis=0)
+    else:
+        ends = gl.associative_scan(work, 0, add)
+        ends_smem._reinterpret(COUNT, [REQUESTS], NUMBERS).store(ends)
+        seen = number(ends_smem, REQUESTS - 1)
     total = seen
     if MANY:
         for first in range(REQUESTS, num_reqs, REQUESTS):
@@ -128,8 +136,12 @@ def find_run(first_rows, batch, table, ends_smem, MANY: gl.constexpr):
     begin = share * gl.program_id(0) + gl.minimum(gl.program_id(0), rest)
     end = begin + share + (gl.program_id(0) < rest).to(COUNT)
 
-    request = gl.sum(((ends <= begin) & (block < num_reqs)).to(gl.int32), axis=0)
-    passed = gl.where(request > 0, number(ends_smem, gl.maximum(request - 1, 0)), 0)
+    before = (ends <= begin) & (block < num_reqs)
+    request = gl.sum(before.to(gl.int32), axis=0)
+    if FEW:
+        passed = gl.max(gl.where(before, ends, 0), axis=0)
+    else:
+        passed = gl.where(request > 0, number(ends_smem, gl.maximum(request - 1, 0)), 0)
     if MANY:
         for first in range(REQUESTS, num_reqs, REQUESTS):
             start, stop, _, tiles = request_rows(first + block, batch)
@@ -496,13 +508,16 @@ def indexer_logits_hopper_kernel(
     num_tokens, num_reqs, num_blocks, max_seq_len, min_keys,
     table_stride, logits_stride,
     HEADS: gl.constexpr, ROWS: gl.constexpr, SLOTS: gl.constexpr,
-    REQUESTS: gl.constexpr, MANY: gl.constexpr, WIDE: gl.constexpr, KEEP: gl.constexpr,
+    REQUESTS: gl.constexpr, FEW: gl.constexpr, MANY: gl.constexpr, WIDE: gl.constexpr,
+    KEEP: gl.constexpr,
     SCORE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
 ):
     # fmt: on
     # On their way while the barriers are set up.
     batch = (query_start_loc_ptr, seq_lens_ptr, num_tokens, num_reqs, max_seq_len, min_keys)
-    block = gl.arange(0, REQUESTS, layout=gl.BlockedLayout([REQUESTS // 128], [32], [4], [0]))
+    BY_WARP: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([2, 1], [32, 1], [1, 4], [0, 1]))
+    BY_GROUP: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
+    block = gl.arange(0, REQUESTS, layout=BY_WARP if FEW else BY_GROUP)
     first_rows = request_rows(block, batch)
 
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [SLOTS * ROWS, HEADS, DIM], q_desc.layout)
@@ -528,7 +543,7 @@ def indexer_logits_hopper_kernel(
     fence_async_shared()
 
     table = (block_table_ptr, table_stride, num_blocks)
-    run = find_run(first_rows, batch, table, ends_smem, MANY)
+    run = find_run(first_rows, batch, table, ends_smem, FEW, MANY)
     logits = (logits_ptr, logits_stride)
     q_sources, k_sources = (q_desc, weights_desc), (codes_desc, scales_desc)
     q_smem, k_smem = (q_smem, weights_smem), (codes_smem, scales_smem)
@@ -613,7 +628,8 @@ def score_keys(
         block_table.stride(0), logits.stride(0),
         HEADS=num_heads, ROWS=FEW_ROWS if few else MAX_ROWS,
         SLOTS=FEW_ROWS_SLOTS if few else MAX_ROWS_SLOTS,
-        REQUESTS=BLOCK_REQUESTS, MANY=num_reqs > BLOCK_REQUESTS, WIDE=most > MAX_INT32,
+        REQUESTS=WARP_REQUESTS if num_reqs <= WARP_REQUESTS else BLOCK_REQUESTS,
+        FEW=num_reqs <= WARP_REQUESTS, MANY=num_reqs > BLOCK_REQUESTS, WIDE=most > MAX_INT32,
         KEEP=row_lens is not None and logits.nbytes <= MAX_KEPT_BYTES,
         SCORE_REGISTERS=SCORE_REGISTERS, LOAD_REGISTERS=LOAD_REGISTERS,
         num_warps=4, maxnreg=MAX_REGISTERS,

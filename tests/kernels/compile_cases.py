@@ -387,6 +387,17 @@ CASES += [
 
 CASES += [
     Case(
+        "indexer_logits of some requests",
+        "indexer_logits",
+        lambda: {
+            **index_inputs(torch.float8_e4m3fn, num_tokens=200),
+            "block_table": int32(100, 2048),
+            "query_start_loc": int32(101),
+            "seq_lens": int32(100),
+        },
+        archs=(90,),
+    ),
+    Case(
         "indexer_logits of many requests",
         "indexer_logits",
         lambda: {

@@ -189,7 +189,8 @@ def test_hopper_logits_of_random_batches() -> None:
     [([n] * 5, 9000) for n in range(1, 9)]
     + [([1], 60_000), ([1, 2] * 300, 300), (RAGGED, 4000), ([70, 1, 33], 2000)]
     # the first requests without work, and as many as are looked at in one go, and one more
-    + [([0] * 256 + [1], 300), ([0] * 300 + [2] * 40, 500), ([1] * 256, 200), ([1] * 257, 200)],
+    + [([0] * 256 + [1], 300), ([0] * 300 + [2] * 40, 500), ([1] * 256, 200), ([1] * 257, 200)]
+    + [([0] * 63 + [2], 300), ([1] * 64, 200), ([0] * 64 + [3], 300), ([1] * 65, 200)],
 )
 def test_hopper_logits_equal_float64(query_lens: list[int], longest: int, num_heads: int) -> None:
     assert_scores(card_inputs(query_lens, longest, num_heads=num_heads), FP8_ERROR)
@@ -231,7 +232,19 @@ def test_hopper_logits_do_not_depend_on_how_work_is_counted(
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("on_hopper")
-@pytest.mark.parametrize("query_lens", [[4], [1, 2] * 20], ids=len)
+@pytest.mark.parametrize("query_lens", [RAGGED, [1] * 64, [70, 1, 33]], ids=len)
+def test_hopper_logits_do_not_depend_on_who_finds_the_runs(
+    query_lens: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = card_inputs(query_lens, 1000)
+    expected = launch(**inputs)
+    monkeypatch.setattr(hopper, "WARP_REQUESTS", 0)
+    assert_same_bits(launch(**inputs), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("query_lens", [[4], [1, 2] * 20, [1, 2] * 40], ids=len)
 def test_hopper_logits_are_the_same_each_time(query_lens: list[int]) -> None:
     """A missing barrier shows once in some dozens of launches."""
     inputs = card_inputs(query_lens, 100_000 // len(query_lens))
