@@ -160,8 +160,11 @@ CASES += [
         ("indexer_topk", 64, 33, 7),
         ("indexer_topk, one block", 64, 8192, 2048),
         ("indexer_topk, the largest block of a row", 64, 16384, 2048),
-        # two programs share the registers of a multiprocessor
+        # two programs share the registers of a multiprocessor, and four
         ("indexer_topk, one block, many rows", 256, 4096, 2048),
+        ("indexer_topk, one block, more rows", 1024, 4096, 2048),
+        # 32 keys a thread where there are many rows
+        ("indexer_topk, a large block, many rows", 256, 8192, 2048),
         ("indexer_topk, long rows", 64, 131072, 2048),
         ("indexer_topk, long rows, many of them", 256, 32768, 2048),
         ("indexer_topk, long rows, the largest block", 64, 65536, 4096),

@@ -312,6 +312,33 @@ def test_topk_on_the_card_equals_sort(num_tokens: int, width: int, topk: int) ->
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("num_tokens", "width"),
+    [(140, 8192), (270, 16_384), (270, 4096), (400, 4000), (600, 4096), (600, 700), (3000, 130)],
+)
+def test_topk_on_the_card_where_rows_share_a_multiprocessor(num_tokens: int, width: int) -> None:
+    """Rows of every kind of values, some two to all of them at once, with few registers each."""
+    kinds = [values(width) for values in VALUES.values()]
+    logits = torch.stack([kinds[row % len(kinds)] for row in range(num_tokens)]).cuda()
+    row_lens = torch.full((num_tokens,), width, dtype=torch.int32, device="cuda")
+    row_lens[num_tokens // 2 :: 3] -= 5
+    for topk in (width // 2, width // 11):
+        assert_same_bits(launch(logits, row_lens, topk), reference(logits, row_lens, topk))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 132, 133, 264, 265, 528, 10_000])
+@pytest.mark.parametrize("warps", [1, 2, 4, 8, 16, 32])
+@pytest.mark.parametrize(("keys", "filtered"), [(16, False), (32, False), (16, True)])
+def test_a_multiprocessor_has_the_registers(
+    num_tokens: int, warps: int, keys: int, filtered: bool
+) -> None:
+    registers = indexer_topk.select_registers(num_tokens, warps, keys, 132, filtered=filtered)
+    assert registers % 8 == 0
+    assert 64 <= registers <= 255
+    assert registers * 32 * warps <= 65_536
+
+
+@pytest.mark.gpu
 @each_values
 def test_topk_on_the_card_of_each_kind_of_values(values: Callable[[int], Tensor]) -> None:
     sizes = [(4000, 512), (8192, 2048), (16384, 4096), (100_000, 512), (100_000, 2048)]
