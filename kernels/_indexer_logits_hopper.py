@@ -55,7 +55,7 @@ MAX_ROWS, MAX_ROWS_SLOTS = 8, 1
 # Registers: 128 a thread when the kernel starts, 512 threads. What load and fill give up goes to
 # score.
 MAX_REGISTERS, SCORE_REGISTERS, LOAD_REGISTERS = 128, 160, 32
-# Requests that every warp looks at by itself, and that all warps look at together.
+# Requests that every warp looks at by itself, two a lane; and that all warps look at together.
 WARP_REQUESTS, BLOCK_REQUESTS = 64, 256
 # Up to here work is counted in int32: int64 takes longer.
 MAX_INT32 = 2**31 - 1
@@ -109,21 +109,18 @@ def number(smem, index):
 def find_run(first_rows, batch, table, ends_smem, FEW: gl.constexpr, MANY: gl.constexpr):
     """As ``_runs.find_run``: ``begin, end`` of the program's run, the request that it begins in,
     and ``rows_of`` that request. Work is counted in the dtype of ``ends_smem``. ``first_rows`` are
-    those of the first requests; FEW: each warp has all of them, and waits for no other; MANY: there
-    are more.
+    those of the first requests; FEW: a warp can hold them, so that each has all of them and waits
+    for no other; MANY: there are more.
     """
     start, stop, _, tiles = first_rows
     num_reqs = batch[3]
     REQUESTS: gl.constexpr = start.shape[0]
     COUNT: gl.constexpr = ends_smem.dtype
     block = gl.arange(0, REQUESTS, layout=start.type.layout)
-    work = tiles.to(COUNT) * tile_work(start, stop)
+    ends = gl.associative_scan(tiles.to(COUNT) * tile_work(start, stop), 0, add)
     if FEW:
-        # Triton scans what lies along the lanes of each warp in two dims only.
-        ends = gl.sum(gl.associative_scan(gl.expand_dims(work, 1), 0, add), axis=1)
         seen = gl.max(ends, axis=0)
     else:
-        ends = gl.associative_scan(work, 0, add)
         ends_smem._reinterpret(COUNT, [REQUESTS], NUMBERS).store(ends)
         seen = number(ends_smem, REQUESTS - 1)
     total = seen
@@ -151,7 +148,8 @@ def find_run(first_rows, batch, table, ends_smem, FEW: gl.constexpr, MANY: gl.co
             request += gl.sum(before.to(gl.int32), axis=0)
             passed = gl.maximum(passed, gl.max(gl.where(before, ends, 0), axis=0))
             seen += gl.sum(work, axis=0)
-    # What the partitions take over may be laid over these numbers, without a barrier between.
+    # What the partitions take over may be laid over numbers in shared memory that a slower warp has
+    # yet to read, without a barrier between.
     group_barrier()
     start, stop, seq_len, first, last, passed = rows_of(request, passed, begin, end, batch)
     # On its way into the L2 while the warps take up their roles.
@@ -515,9 +513,7 @@ def indexer_logits_hopper_kernel(
     # fmt: on
     # On their way while the barriers are set up.
     batch = (query_start_loc_ptr, seq_lens_ptr, num_tokens, num_reqs, max_seq_len, min_keys)
-    BY_WARP: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([2, 1], [32, 1], [1, 4], [0, 1]))
-    BY_GROUP: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
-    block = gl.arange(0, REQUESTS, layout=BY_WARP if FEW else BY_GROUP)
+    block = gl.arange(0, REQUESTS, layout=gl.BlockedLayout([2], [32], [4], [0]))
     first_rows = request_rows(block, batch)
 
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [SLOTS * ROWS, HEADS, DIM], q_desc.layout)

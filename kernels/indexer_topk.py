@@ -130,7 +130,9 @@ def plan(num_tokens: int, width: int, topk: int, sms: int) -> Plan | None:
             block, sample = 2 * block, SHORTEST_SAMPLE
         else:
             return None
-    large_block = min(2 * block, LONGEST_BLOCK, MAX_GROUPS * 128 * warps_for(block))
+    large_block = min(
+        2 * block, LONGEST_BLOCK, MAX_GROUPS * 128 * warps_for(block, KEYS_PER_THREAD)
+    )
     return Plan(block, large_block, CHUNK, slice_, sample, fewest, most)
 
 
@@ -533,9 +535,10 @@ def largest_positions(
     if num_tokens == 0:
         return out
     vectors = reads_vectors(logits, width)
-    shape = plan(num_tokens, width, topk, num_sms(out.device))
+    sms = num_sms(out.device)
+    shape = plan(num_tokens, width, topk, sms)
     if shape is None:
-        warps = warps_for(LONGEST_BLOCK)
+        warps = warps_for(LONGEST_BLOCK, KEYS_PER_THREAD)
         indexer_topk_scan_kernel[(num_tokens,)](
             logits, row_lens, out,
             width, topk,
@@ -554,7 +557,7 @@ def largest_positions(
         left = logits.new_empty(num_tokens, num_slices, 2, capacity)
         counts = row_lens.new_empty(num_tokens, num_slices)
         bounds = row_lens.new_empty(num_tokens)
-        warps = warps_for(shape.chunk)
+        warps = warps_for(shape.chunk, KEYS_PER_THREAD)
         indexer_topk_filter_kernel[(num_tokens * num_slices,)](
             logits, row_lens, left, counts, bounds,
             width, num_slices,
@@ -565,7 +568,6 @@ def largest_positions(
             WARPS=warps, DONE=last_use, OVERLAP=overlap, num_warps=warps,
             maxnreg=FILTER_REGISTERS,
         )  # fmt: skip
-    sms = num_sms(out.device)
     keys = KEYS_PER_THREAD if shape.chunk else keys_per_thread(num_tokens, shape.block, sms)
     warps = warps_for(shape.block, keys)
     registers = select_registers(num_tokens, warps, keys, sms, filtered=shape.chunk > 0)
@@ -596,20 +598,20 @@ def keys_per_thread(num_tokens: int, block: int, sms: int) -> int:
     return KEYS_PER_THREAD * (2 if dense or block >= LONG_BLOCK else 1)
 
 
-def warps_for(block: int, keys: int = KEYS_PER_THREAD) -> int:
+def warps_for(block: int, keys: int) -> int:
     return min(max(1, block // (32 * keys)), MAX_WARPS)
 
 
 def select_registers(num_tokens: int, warps: int, keys: int, sms: int, *, filtered: bool) -> int:
-    """Of a thread: a share of all that a multiprocessor has for the programs on it.
+    """Of a thread, by whether one, two or more rows fall to a multiprocessor: three at most, for
+    each is compiled.
 
-    Those are as many as there are rows, as long as the search has what it needs for its keys; but
-    at most two behind a filter, with room beside the keys for the positions of what is left, if
-    they have few warps. H200, us of 512 and 1024 rows of 4K keys: two at a time 11.5 and 19.8, four
-    10.3 and 16.9.
+    One or two programs get all that it has; with few warps behind a filter so many that the
+    positions of what is left can wait in them, beside the keys. H200, us of 512 and 1024 rows of 4K
+    keys: two at a time 11.5 and 19.8, four 10.3 and 16.9. Programs of fewer warps have room anyway.
     """
     all_ = 65536 // (32 * warps)
     least = MAX_REGISTERS * keys // KEYS_PER_THREAD * (2 if filtered and warps <= 8 else 1)
-    least = min(least, all_)
-    programs = min(triton.cdiv(num_tokens, sms), 2 if filtered else all_ // least)
-    return max(min(all_ // programs // 8 * 8, 248), least)
+    most_programs = 2 if filtered or warps < 8 else 4
+    programs = min(triton.next_power_of_2(triton.cdiv(num_tokens, sms)), most_programs)
+    return max(min(all_ // programs, 248), min(least, all_))

@@ -154,6 +154,13 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper, "supports", supports)
 
 
+@pytest.fixture(params=["each warp", "all warps"])
+def finders_of_runs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each warp finds the run of few requests, all together that of more: both get to do it."""
+    if request.param == "all warps":
+        monkeypatch.setattr(hopper, "WARP_REQUESTS", 0)
+
+
 def small(case: Case, num_heads: int = 64) -> dict[str, Any]:
     inputs, _, _ = make_inputs(
         case,
@@ -167,7 +174,7 @@ def small(case: Case, num_heads: int = 64) -> dict[str, Any]:
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.usefixtures("on_hopper", "finders_of_runs")
 @pytest.mark.parametrize("num_heads", [32, 64])
 @pytest.mark.parametrize("case", BATCHES.values(), ids=BATCHES.keys())
 def test_hopper_logits_of_every_batch(case: Case, num_heads: int) -> None:
@@ -175,7 +182,7 @@ def test_hopper_logits_of_every_batch(case: Case, num_heads: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.usefixtures("on_hopper", "finders_of_runs")
 def test_hopper_logits_of_random_batches() -> None:
     for _ in range(20):
         assert_scores(small(random_case(12, 150)), FP8_ERROR)
@@ -197,7 +204,7 @@ def test_hopper_logits_equal_float64(query_lens: list[int], longest: int, num_he
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.usefixtures("on_hopper", "finders_of_runs")
 @pytest.mark.parametrize("num_heads", [32, 64])
 @pytest.mark.parametrize("query_lens", [RAGGED, [1, 3, 4, 2, 0, 4], [1, 1, 9, 0, 1, 2, 1]], ids=str)
 def test_hopper_logits_do_not_depend_on_the_batch(
@@ -219,8 +226,8 @@ def test_hopper_logits_do_not_depend_on_the_batch(
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("on_hopper")
-@pytest.mark.parametrize("query_lens", [RAGGED, [1, 2] * 200], ids=len)
+@pytest.mark.usefixtures("on_hopper", "finders_of_runs")
+@pytest.mark.parametrize("query_lens", [RAGGED, [1] * 100, [1, 2] * 200], ids=len)
 def test_hopper_logits_do_not_depend_on_how_work_is_counted(
     query_lens: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -309,7 +316,7 @@ def test_strided_inputs_on_hopper() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.usefixtures("on_hopper", "finders_of_runs")
 @pytest.mark.parametrize(
     ("starts", "shared"),
     [
@@ -339,7 +346,7 @@ def test_hopper_logits_of_malformed_starts(
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.usefixtures("on_hopper", "finders_of_runs")
 @pytest.mark.parametrize("length", [-1, -5, -(2**31)])
 def test_hopper_logits_of_a_negative_seq_len(length: int) -> None:
     inputs = card_inputs([2, 3], 500)
@@ -357,7 +364,7 @@ def test_hopper_logits_replay() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.usefixtures("on_hopper", "finders_of_runs")
 @pytest.mark.parametrize("topk", [1, 64, 2048])
 @pytest.mark.parametrize("num_heads", [32, 64])
 def test_hopper_select_equals_logits_and_topk(num_heads: int, topk: int) -> None:

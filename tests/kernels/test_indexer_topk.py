@@ -73,7 +73,6 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of 128 and 256 keys, so that rows of hundreds go through the filter, and a topk of
     200 through the scan; not on the card, which has warps enough for the real ones."""
     for name, value in {
-        "KEYS_PER_THREAD": 8,
         "SHORT_WIDTH": 128,
         "SHORTEST_BLOCK": 128,
         "LONGEST_BLOCK": 256,
@@ -314,10 +313,11 @@ def test_topk_on_the_card_equals_sort(num_tokens: int, width: int, topk: int) ->
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("num_tokens", "width"),
-    [(140, 8192), (270, 16_384), (270, 4096), (400, 4000), (600, 4096), (600, 700), (3000, 130)],
+    [(140, 8192), (140, 4096), (270, 4096), (600, 4000), (600, 700), (3000, 130)],
 )
 def test_topk_on_the_card_where_rows_share_a_multiprocessor(num_tokens: int, width: int) -> None:
-    """Rows of every kind of values, some two to all of them at once, with few registers each."""
+    """Rows of every kind of values, two, three or more of them at once, with 32 keys a thread or
+    with few registers."""
     kinds = [values(width) for values in VALUES.values()]
     logits = torch.stack([kinds[row % len(kinds)] for row in range(num_tokens)]).cuda()
     row_lens = torch.full((num_tokens,), width, dtype=torch.int32, device="cuda")
@@ -326,16 +326,33 @@ def test_topk_on_the_card_where_rows_share_a_multiprocessor(num_tokens: int, wid
         assert_same_bits(launch(logits, row_lens, topk), reference(logits, row_lens, topk))
 
 
-@pytest.mark.parametrize("num_tokens", [1, 132, 133, 264, 265, 528, 10_000])
-@pytest.mark.parametrize("warps", [1, 2, 4, 8, 16, 32])
-@pytest.mark.parametrize(("keys", "filtered"), [(16, False), (32, False), (16, True)])
-def test_a_multiprocessor_has_the_registers(
-    num_tokens: int, warps: int, keys: int, filtered: bool
-) -> None:
-    registers = indexer_topk.select_registers(num_tokens, warps, keys, 132, filtered=filtered)
-    assert registers % 8 == 0
-    assert 64 <= registers <= 255
-    assert registers * 32 * warps <= 65_536
+@pytest.mark.parametrize("block", [128, 512, 2048, 4096, 8192, 16_384])
+@pytest.mark.parametrize("filtered", [False, True])
+def test_registers_of_a_multiprocessor_go_round(block: int, filtered: bool) -> None:
+    found = set()
+    for num_tokens in range(1, 3000):
+        keys = 16 if filtered else indexer_topk.keys_per_thread(num_tokens, block, 132)
+        warps = indexer_topk.warps_for(block, keys)
+        registers = indexer_topk.select_registers(
+            num_tokens, warps, keys, 132, filtered=filtered
+        )  # fmt: skip
+        assert registers % 8 == 0
+        assert registers * 32 * warps <= 65_536
+        assert registers >= 4 * keys
+        assert registers <= 255
+        found.add((warps, registers))
+    # each is compiled for
+    assert len(found) <= 3
+
+
+def test_rows_of_4_k_share_a_multiprocessor_by_fours() -> None:
+    rows = {1: 248, 132: 248, 133: 128, 264: 128, 265: 64, 5000: 64}
+    for num_tokens, registers in rows.items():
+        assert indexer_topk.keys_per_thread(num_tokens, 4096, 132) == 16
+        found = indexer_topk.select_registers(num_tokens, 8, 16, 132, filtered=False)
+        assert found == registers
+    assert [indexer_topk.keys_per_thread(rows, 8192, 132) for rows in (132, 133)] == [16, 32]
+    assert indexer_topk.keys_per_thread(1, 16_384, 132) == 32
 
 
 @pytest.mark.gpu
