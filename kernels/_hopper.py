@@ -1,7 +1,21 @@
 """What the Gluon kernels for compute capability 9.0 share."""
 
+from typing import Any
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+
+def _either(owner: Any, name: str, old_name: str) -> Any:
+    """``owner.name``, which is ``owner.old_name`` in some Triton before 3.9."""
+    return getattr(owner, name, None) or getattr(owner, old_name)
+
+
+async_load = _either(async_copy, "async_load", "async_copy_global_to_shared")
+tma_load = _either(tma, "async_load", "async_copy_global_to_shared")
+reinterpret = _either(gl.shared_memory_descriptor, "reinterpret", "_reinterpret")
 
 
 @gluon.jit

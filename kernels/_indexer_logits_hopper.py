@@ -30,14 +30,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ._common import capability, num_sms
-from ._hopper import blocks_of, prefetch
+from ._hopper import blocks_of, prefetch, reinterpret, tma_load
 
 BLOCK = gl.constexpr(64)  # keys
 DIM = gl.constexpr(128)
@@ -121,7 +120,7 @@ def find_run(first_rows, batch, table, ends_smem, FEW: gl.constexpr, MANY: gl.co
     if FEW:
         seen = gl.max(ends, axis=0)
     else:
-        ends_smem._reinterpret(COUNT, [REQUESTS], NUMBERS).store(ends)
+        reinterpret(ends_smem, COUNT, [REQUESTS], NUMBERS).store(ends)
         seen = number(ends_smem, REQUESTS - 1)
     total = seen
     if MANY:
@@ -209,11 +208,11 @@ def load_queries(batch, run, sources, smem, bars, ROWS: gl.constexpr, SLOTS: gl.
                 for n in gl.static_range(1, ROWS + 1):
                     mbarrier.expect(q_full.index(slot), n * ROW_BYTES, pred=rows == n)
                 for n in range(0, rows):
-                    tma.async_copy_global_to_shared(
+                    tma_load(
                         q_desc, [(row + n) * HEADS, 0], q_full.index(slot),
                         q_smem.index(slot * ROWS + n),
                     )  # fmt: skip
-                    tma.async_copy_global_to_shared(
+                    tma_load(
                         weights_desc, [(row + n) * HEADS], q_full.index(slot),
                         weights_smem.index(slot * ROWS + n),
                     )  # fmt: skip
@@ -258,11 +257,11 @@ def load_keys(batch, run, table, sources, smem, bars, ROWS: gl.constexpr):
                         mbarrier.expect(keys_full.index(stage), TILE * (DIM + 4))
                         for half in gl.static_range(2):
                             block = gl.max(gl.where(lanes == i * 2 + half, blocks, 0), axis=0)
-                            tma.async_copy_global_to_shared(
+                            tma_load(
                                 codes_desc, [block * BLOCK_ROWS, 0], keys_full.index(stage),
                                 codes_smem.index(stage * 2 + half),
                             )  # fmt: skip
-                            tma.async_copy_global_to_shared(
+                            tma_load(
                                 scales_desc, [block, BLOCK * DIM // 4], keys_full.index(stage),
                                 scales_smem.index(stage).slice(half, 1),
                             )  # fmt: skip

@@ -39,7 +39,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from ._hopper import blocks_of, prefetch
+from ._hopper import async_load, blocks_of, prefetch, reinterpret
 
 LATENT_DIM = 512
 ROPE_DIM = 64
@@ -185,7 +185,7 @@ def _store_keys(smem, codes, scales):
         pack=1,
     )
     pairs = gl.reshape(gl.join(low, high), [64, 64])
-    smem._reinterpret(gl.int32, [64, 64], gl.NVMMASharedLayout(128, 32, 2)).store(pairs)
+    reinterpret(smem, gl.int32, [64, 64], gl.NVMMASharedLayout(128, 32, 2)).store(pairs)
 
 
 @gluon.jit
@@ -210,11 +210,9 @@ def _copy_queries(token, group, queries, smem):
     row_ptr = q_ptr + token.to(gl.int64) * token_stride
     rows = gl.expand_dims(row_ptr + head.to(gl.int64) * head_stride, 1)
     mask = gl.expand_dims(stored, 1)
-    latents = smem[0]._reinterpret(smem[0].dtype, [64, 512], gl.NVMMASharedLayout(128, 16, 2))
-    async_copy.async_copy_global_to_shared(latents, rows + gl.expand_dims(dims, 0), mask=mask)
-    async_copy.async_copy_global_to_shared(
-        smem[1], rows + gl.expand_dims(512 + rope_dims, 0), mask=mask
-    )
+    latents = reinterpret(smem[0], smem[0].dtype, [64, 512], gl.NVMMASharedLayout(128, 16, 2))
+    async_load(latents, rows + gl.expand_dims(dims, 0), mask=mask)
+    async_load(smem[1], rows + gl.expand_dims(512 + rope_dims, 0), mask=mask)
     async_copy.commit_group()
 
 
@@ -249,7 +247,7 @@ def _copy_keys(
     rope_dims = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
     # Four chunks in a row are laid out as one tile of 512 dims. Copied one by one, each would wait
     # at a barrier of the group.
-    latents = k_smem._reinterpret(k_smem.dtype, [2, 64, 512], gl.NVMMASharedLayout(128, 16, 2))
+    latents = reinterpret(k_smem, k_smem.dtype, [2, 64, 512], gl.NVMMASharedLayout(128, 16, 2))
     lanes = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
 
     item = gl.program_id(0)
@@ -267,10 +265,10 @@ def _copy_keys(
 
             stage = tile & 1
             mbarrier.wait(k_empty.index(stage), ((tile >> 1) & 1) ^ 1)
-            async_copy.async_copy_global_to_shared(
+            async_load(
                 r_smem.index(stage), keys + gl.expand_dims(512 + rope_dims, 0), mask=mask
             )
-            async_copy.async_copy_global_to_shared(
+            async_load(
                 latents.index(stage), keys + gl.expand_dims(dims, 0), mask=mask
             )
             async_copy.mbarrier_arrive(k_full.index(stage), increment_count=False)
@@ -310,7 +308,7 @@ def _copy_fp8(
             rope = gl.convert_layout(keys + 528, gl.SliceLayout(1, LAYOUT), True)
             rope = gl.expand_dims(rope.to(gl.pointer_type(r_smem.dtype)), 1)
             mask = gl.expand_dims(gl.convert_layout(valid, gl.SliceLayout(1, LAYOUT), True), 1)
-            async_copy.async_copy_global_to_shared(
+            async_load(
                 r_smem.index(stage), rope + gl.expand_dims(rope_dims, 0), mask=mask
             )
             async_copy.commit_group()
@@ -460,7 +458,7 @@ def _value(
     FIRST: gl.constexpr = HALF * 256
     dtype: gl.constexpr = out_ptr.dtype.element_ty
     # The two chunks of a half are as large as 128 of its sums.
-    stages = k_smem._reinterpret(gl.float32, [4, 64, 128], gl.NVMMASharedLayout(128, 32, 2))
+    stages = reinterpret(k_smem, gl.float32, [4, 64, 128], gl.NVMMASharedLayout(128, 32, 2))
 
     item = gl.program_id(0)
     tile = 0

@@ -142,9 +142,16 @@ def load_token(ptrs, strides, masks, token, here):
     """What each of the tuple ``ptrs`` holds for ``token``; without ``here`` nothing is read."""
     values = ()
     for i in tl.static_range(len(ptrs)):
-        value = tl.load(ptrs[i] + token * strides[i], mask=masks[i] & here, other=0)
+        value = tl.load(ptrs[i] + token * strides[i], mask=tl.where(here, masks[i], False), other=0)
         values = values + (value,)  # noqa: RUF005  (no * in Triton)
     return values
+
+
+@triton.jit
+def store_state(ptrs, stride, state, target, mask):
+    """``state`` into slot ``target``, unless that is negative."""
+    stored = state.to(ptrs.dtype.element_ty)
+    tl.store(ptrs + target * stride, stored, mask=tl.where(target >= 0, mask, False))
 
 
 @triton.jit

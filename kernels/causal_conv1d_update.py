@@ -67,15 +67,16 @@ def causal_conv1d_update_kernel(
             first_ptrs += column.to(tl.int64) * STATE_STRIDES[2]
         # the last width - 1 inputs, oldest first
         past = ()
+        present = tl.where(old, mask, False)
         for i in tl.static_range(PAST):
-            value = tl.load(first_ptrs + i * STATE_STRIDES[2], mask=mask & old, other=0)
+            value = tl.load(first_ptrs + i * STATE_STRIDES[2], mask=present, other=0)
             past = past + (value.to(tl.float32),)  # noqa: RUF005  (no * in Triton)
         # Threads may hold copies of an element: all have read it before one of them stores.
         tl.debug_barrier()
         if not rows.TARGET_PER_TOKEN:
             target = target_slot(rows, request, length - 1, num_slots)
             target_ptrs = state_ptrs + target * STATE_STRIDES[0]
-            stored = mask & (target >= 0)
+            stored = tl.where(target >= 0, mask, False)
 
         taps = ()
         weight_ptrs = weight_ptr + channels * weight_strides[0]
@@ -106,10 +107,11 @@ def causal_conv1d_update_kernel(
             if rows.TARGET_PER_TOKEN:
                 target = target_slot(rows, request, t, num_slots)
                 here_ptrs = state_ptrs + target * STATE_STRIDES[0]
-                store_columns(here_ptrs, STATE_STRIDES[2], past, mask & (target >= 0))
+                store_columns(here_ptrs, STATE_STRIDES[2], past, tl.where(target >= 0, mask, False))
             if ROLLING:
                 x_ptrs = target_ptrs + (PAST - 1 + t) * STATE_STRIDES[2]
-                store_columns(x_ptrs, 0, (x,), stored & (PAST - 1 + t < STATE_LEN))
+                here = stored & tl.where(PAST - 1 + t < STATE_LEN, True, False)
+                store_columns(x_ptrs, 0, (x,), here)
 
         if not rows.TARGET_PER_TOKEN:
             if not ROLLING:

@@ -49,7 +49,8 @@ def copy_entries(
         offsets = block * BLOCK + tl.arange(0, BLOCK)
         real = offsets < used
         origin = tl.where(real, offsets, used - entry + offsets % entry)
-        value = tl.load(source_ptr + origin, mask=real | (repeats & (offsets < size)), other=0)
+        repeated = tl.where(repeats, offsets < size, False)
+        value = tl.load(source_ptr + origin, mask=real | repeated, other=0)
         padding = (pad >> (offsets * width % 64)).to(dtype)
         value = tl.where(real | repeats, value, padding)
         tl.store(target_ptr + offsets, value, mask=offsets < size)

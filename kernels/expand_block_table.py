@@ -30,9 +30,9 @@ def expand_block_table_kernel(
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < max_blocks
     request = tl.load(row_requests_ptr + token * row_requests_stride)
-    known = (request >= 0) & (request < num_reqs)
+    known = tl.where((request >= 0) & (request < num_reqs), mask, False)
     table_row = block_table_ptr + request.to(tl.int64) * table_request_stride
-    blocks = tl.load(table_row + columns.to(tl.int64) * table_stride, mask=mask & known, other=-1)
+    blocks = tl.load(table_row + columns.to(tl.int64) * table_stride, mask=known, other=-1)
     tl.store(out_ptr + token * max_blocks + columns, blocks, mask=mask)
 
 

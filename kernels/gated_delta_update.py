@@ -33,6 +33,7 @@ from ._state_rows import (
     row_start,
     row_tokens,
     store_padding,
+    store_state,
     store_zeros,
     target_slot,
 )
@@ -73,7 +74,8 @@ def gated_delta_update_kernel(
             state_ptr + v_head * STATE_STRIDES[1]
             + channels[:, None] * STATE_STRIDES[2] + columns[None, :] * STATE_STRIDES[3]
         )  # fmt: skip
-        h = tl.load(state_ptrs + slot * STATE_STRIDES[0], mask=mask & old, other=0).to(tl.float32)
+        present = tl.where(old, mask, False)
+        h = tl.load(state_ptrs + slot * STATE_STRIDES[0], mask=present, other=0).to(tl.float32)
         # Threads may hold copies of an element: all have read it before one of them stores.
         tl.debug_barrier()
         if not rows.TARGET_PER_TOKEN:
@@ -113,11 +115,9 @@ def gated_delta_update_kernel(
             here = out_ptrs + token * (NUM_V_HEADS * V_DIM)
             tl.store(here, y.to(out_ptr.dtype.element_ty), mask=column_mask)
             if rows.TARGET_PER_TOKEN:
-                stored = h.to(state_ptr.dtype.element_ty)
-                tl.store(state_ptrs + target * STATE_STRIDES[0], stored, mask=mask & (target >= 0))
+                store_state(state_ptrs, STATE_STRIDES[0], h, target, mask)
         if not rows.TARGET_PER_TOKEN:
-            stored = h.to(state_ptr.dtype.element_ty)
-            tl.store(state_ptrs + target * STATE_STRIDES[0], stored, mask=mask & (target >= 0))
+            store_state(state_ptrs, STATE_STRIDES[0], h, target, mask)
     else:
         store_zeros(out_ptrs, column_mask, NUM_V_HEADS * V_DIM, begin, begin + length, 1)
     store_padding(

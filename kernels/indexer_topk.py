@@ -451,7 +451,7 @@ def indexer_topk_kernel(
         live = slices < tl.cdiv(length, SLICE)
         listed = length > BLOCK
         counts = tl.load(
-            counts_ptr + row * num_slices + slices, mask=live & listed, other=0
+            counts_ptr + row * num_slices + slices, mask=tl.where(listed, live, False), other=0
         )
         hint = tl.load(bounds_ptr + row, mask=listed, other=LEAST)
         left_ptr += row * num_slices * (2 * CAPACITY)

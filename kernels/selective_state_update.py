@@ -29,6 +29,7 @@ from ._state_rows import (
     row_start,
     row_tokens,
     store_padding,
+    store_state,
     store_zeros,
     target_slot,
 )
@@ -68,7 +69,8 @@ def selective_state_update_kernel(
     if active:
         state_ptrs = state_ptr + head * STATE_STRIDES[1] + channels[:, None] * STATE_STRIDES[2]
         state_ptrs += columns[None, :] * STATE_STRIDES[3]
-        h = tl.load(state_ptrs + slot * STATE_STRIDES[0], mask=mask & old, other=0).to(tl.float32)
+        present = tl.where(old, mask, False)
+        h = tl.load(state_ptrs + slot * STATE_STRIDES[0], mask=present, other=0).to(tl.float32)
         # Threads may hold copies of an element: all have read it before one of them stores.
         tl.debug_barrier()
         if not rows.TARGET_PER_TOKEN:
@@ -132,11 +134,9 @@ def selective_state_update_kernel(
             here = out_ptrs + token * (NUM_HEADS * HEAD_DIM)
             tl.store(here, y.to(out_ptr.dtype.element_ty), mask=channel_mask)
             if rows.TARGET_PER_TOKEN:
-                stored = h.to(state_ptr.dtype.element_ty)
-                tl.store(state_ptrs + target * STATE_STRIDES[0], stored, mask=mask & (target >= 0))
+                store_state(state_ptrs, STATE_STRIDES[0], h, target, mask)
         if not rows.TARGET_PER_TOKEN:
-            stored = h.to(state_ptr.dtype.element_ty)
-            tl.store(state_ptrs + target * STATE_STRIDES[0], stored, mask=mask & (target >= 0))
+            store_state(state_ptrs, STATE_STRIDES[0], h, target, mask)
     else:
         store_zeros(out_ptrs, channel_mask, NUM_HEADS * HEAD_DIM, begin, begin + length, 1)
     store_padding(

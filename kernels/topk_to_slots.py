@@ -42,7 +42,8 @@ def topk_to_slots_kernel(
     # around into a slot that exists.
     index = index.to(tl.int64)
     block_column = index // BLOCK_SIZE
-    known = (request >= 0) & (request < num_reqs) & (index >= 0) & (block_column < max_blocks)
+    in_table = tl.where((request >= 0) & (request < num_reqs), True, False)
+    known = in_table & (index >= 0) & (block_column < max_blocks)
     table_row = block_table_ptr + request.to(tl.int64) * table_request_stride
     block = tl.load(table_row + block_column * table_stride, mask=known, other=-1)
     slot = block.to(tl.int64) * BLOCK_SIZE + index % BLOCK_SIZE
