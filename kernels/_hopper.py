@@ -16,6 +16,7 @@ def _either(owner: Any, name: str, old_name: str) -> Any:
 async_load = _either(async_copy, "async_load", "async_copy_global_to_shared")
 tma_load = _either(tma, "async_load", "async_copy_global_to_shared")
 reinterpret = _either(gl.shared_memory_descriptor, "reinterpret", "_reinterpret")
+group_barrier = _either(gl, "barrier", "thread_barrier")
 
 
 @gluon.jit

@@ -18,9 +18,7 @@ another had used it might take the keys before for its own, as barriers tell odd
 ones alone.
 
 Each row of a tile costs 256 cycles of the tensor cores and about 180 instructions a warp. A group
-waits for its own products, and weighs them while those of the other groups run. A relu is doubled,
-and the scale halved: a sum above 2**127 overflows, and one of products that are all zero may be
--0.0.
+waits for its own products, and weighs them while those of the other groups run.
 """
 
 import torch
@@ -30,21 +28,26 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ._common import capability, num_sms
-from ._hopper import blocks_of, prefetch, reinterpret, tma_load
+from ._hopper import blocks_of, group_barrier, tma_load
+from ._hopper_runs import (
+    LOAD_COST,
+    NUMBERS,
+    end_of_columns,
+    find_run,
+    next_request,
+    request_rows,
+)
+from ._hopper_weighing import BLOCK, TILE, multiply, sum_quads, weigh
 
-BLOCK = gl.constexpr(64)  # keys
 DIM = gl.constexpr(128)
 BLOCK_ROWS = gl.constexpr(66)  # of 128 bytes: codes, then scales
-TILE = gl.constexpr(128)  # two blocks
 GROUPS = gl.constexpr(3)
 STAGES = gl.constexpr(6)  # of a tile each, two for each group
-LOAD_COST = gl.constexpr(2)  # what the keys of a tile cost, in rows
 COLUMNS = gl.constexpr(1024)  # that are filled at a time
 
 # Rows of a request that go together, and buffers for their queries: the next request's are loaded
@@ -62,130 +65,6 @@ MAX_INT32 = 2**31 - 1
 MAX_KEPT_BYTES = 16 << 20
 # As few requests have too few tiles for the next queries to be loaded ahead of.
 MIN_REQUESTS_AHEAD = 33
-
-NUMBERS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))  # one by one
-
-# Triton 3.6 calls it thread_barrier
-group_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
-
-
-@gluon.jit
-def request_rows(request, batch):
-    """As ``_runs.request_rows``: first row, end of its rows, sequence length, tiles to score."""
-    query_start_loc_ptr, seq_lens_ptr, num_tokens, num_reqs, max_seq_len, min_keys = batch
-    known = request < num_reqs
-    start_ptr = query_start_loc_ptr + request.to(gl.int64)
-    start = gl.load(start_ptr, mask=request <= num_reqs, other=0)
-    stop_ptr = gl.where(known, start_ptr + 1, query_start_loc_ptr)
-    stop = gl.load(stop_ptr, mask=request != num_reqs, other=num_tokens)
-    start = gl.minimum(gl.maximum(start, 0), num_tokens)
-    stop = gl.minimum(gl.maximum(stop, 0), num_tokens)
-    seq_len = gl.load(seq_lens_ptr + request.to(gl.int64), mask=known, other=0)
-    seq_len = gl.maximum(seq_len, 0)
-    keys = gl.minimum(seq_len, max_seq_len)
-    tiles = gl.where((stop > start) & (keys > min_keys), (keys + TILE - 1) // TILE, 0)
-    return start, stop, seq_len, tiles
-
-
-@gluon.jit
-def tile_work(start, stop):
-    return gl.maximum(stop - start, 0) + LOAD_COST
-
-
-@gluon.jit
-def add(a, b):
-    return a + b
-
-
-@gluon.jit
-def number(smem, index):
-    """One of the numbers in shared memory."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    return gl.max(smem.index(index).load(LAYOUT), axis=0)
-
-
-@gluon.jit
-def find_run(first_rows, batch, table, ends_smem, FEW: gl.constexpr, MANY: gl.constexpr):
-    """As ``_runs.find_run``: ``begin, end`` of the program's run, the request that it begins in,
-    and ``rows_of`` that request. Work is counted in the dtype of ``ends_smem``. ``first_rows`` are
-    those of the first requests; FEW: a warp can hold them, so that each has all of them and waits
-    for no other; MANY: there are more.
-    """
-    start, stop, _, tiles = first_rows
-    num_reqs = batch[3]
-    REQUESTS: gl.constexpr = start.shape[0]
-    COUNT: gl.constexpr = ends_smem.dtype
-    block = gl.arange(0, REQUESTS, layout=start.type.layout)
-    ends = gl.associative_scan(tiles.to(COUNT) * tile_work(start, stop), 0, add)
-    if FEW:
-        seen = gl.max(ends, axis=0)
-    else:
-        reinterpret(ends_smem, COUNT, [REQUESTS], NUMBERS).store(ends)
-        seen = number(ends_smem, REQUESTS - 1)
-    total = seen
-    if MANY:
-        for first in range(REQUESTS, num_reqs, REQUESTS):
-            start, stop, _, tiles = request_rows(first + block, batch)
-            total += gl.sum(tiles.to(COUNT) * tile_work(start, stop), axis=0)
-    share = total // gl.num_programs(0)
-    rest = total - share * gl.num_programs(0)
-    begin = share * gl.program_id(0) + gl.minimum(gl.program_id(0), rest)
-    end = begin + share + (gl.program_id(0) < rest).to(COUNT)
-
-    before = (ends <= begin) & (block < num_reqs)
-    request = gl.sum(before.to(gl.int32), axis=0)
-    if FEW:
-        passed = gl.max(gl.where(before, ends, 0), axis=0)
-    else:
-        passed = gl.where(request > 0, number(ends_smem, gl.maximum(request - 1, 0)), 0)
-    if MANY:
-        for first in range(REQUESTS, num_reqs, REQUESTS):
-            start, stop, _, tiles = request_rows(first + block, batch)
-            work = tiles.to(COUNT) * tile_work(start, stop)
-            ends = seen + gl.associative_scan(work, 0, add)
-            before = (ends <= begin) & (first + block < num_reqs)
-            request += gl.sum(before.to(gl.int32), axis=0)
-            passed = gl.maximum(passed, gl.max(gl.where(before, ends, 0), axis=0))
-            seen += gl.sum(work, axis=0)
-    # What the partitions take over may be laid over numbers in shared memory that a slower warp has
-    # yet to read, without a barrier between.
-    group_barrier()
-    start, stop, seq_len, first, last, passed = rows_of(request, passed, begin, end, batch)
-    # On its way into the L2 while the warps take up their roles.
-    prefetch((blocks_of(request, table) + first * 2).to(gl.int64), first < last)
-    return begin, end, request, start, stop, seq_len, first, last, passed
-
-
-@gluon.jit
-def rows_of(request, passed, begin, end, batch):
-    """The rows of a request and its sequence length; the first tile of it that belongs to the run
-    ``begin .. end - 1``, and the one behind the last; and the work up to the request's end.
-
-    A tile belongs to the run in which its work begins.
-    """
-    start, stop, seq_len, tiles = request_rows(request, batch)
-    work = tile_work(start, stop).to(passed.dtype)
-    first = gl.maximum((begin - passed + work - 1) // work, 0).to(gl.int32)
-    last = gl.minimum((end - passed + work - 1) // work, tiles.to(passed.dtype)).to(gl.int32)
-    return start, stop, seq_len, first, last, passed + tiles * work
-
-
-@gluon.jit
-def next_request(run, batch):
-    """Whether the run goes on behind its request, and the run at the next one."""
-    begin, end, request, start, stop, seq_len, first, last, passed = run
-    request += 1
-    more = (passed < end) & (request < batch[3])
-    if more:
-        start, stop, seq_len, first, last, passed = rows_of(request, passed, begin, end, batch)
-    return more, (begin, end, request, start, stop, seq_len, first, last, passed)
-
-
-@gluon.jit
-def end_of_columns(last, seq_len, batch):
-    """Where the columns of the block table end that the tiles up to ``last - 1`` have keys in."""
-    keys = gl.minimum(seq_len, batch[4])
-    return gl.minimum(last * 2, (keys + BLOCK - 1) // BLOCK)
 
 
 @gluon.jit
@@ -271,92 +150,6 @@ def load_keys(batch, run, table, sources, smem, bars, ROWS: gl.constexpr):
                             phase ^= 1
                     blocks = next_blocks
         more, run = next_request(run, batch)
-
-
-@gluon.jit
-def multiply(codes, q):
-    """Begin ``codes @ q.T``: [64, HEADS]."""
-    HEADS: gl.constexpr = q.shape[0]
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 32])
-    zero = gl.full([BLOCK, HEADS], 0.0, gl.float32, layout=MMA)
-    return warpgroup_mma(codes, q.permute((1, 0)), zero, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def by_lane(x):
-    """[64, HEADS] of an accumulator as [64, lane of its quad, what the lane holds]."""
-    HEADS: gl.constexpr = x.shape[1]
-    x = gl.permute(gl.reshape(x, [BLOCK, HEADS // 8, 4, 2]), (0, 2, 1, 3))
-    return gl.reshape(x, [BLOCK, 4, HEADS // 4])
-
-
-@gluon.jit
-def add_products(total, x, y):
-    """``total + (x * y).sum(-1)`` in registers, one product after the other.
-
-    Fused by hand, so that every copy of the code rounds alike.
-    """
-    HALF: gl.constexpr = x.shape[2] // 2
-    x0, x1 = gl.split(gl.permute(gl.reshape(x, [BLOCK, 4, 2, HALF]), (0, 1, 3, 2)))
-    y0, y1 = gl.split(gl.permute(gl.reshape(y, [BLOCK, 4, 2, HALF]), (0, 1, 3, 2)))
-    if HALF == 1:
-        x0, y0 = gl.reshape(x0, [BLOCK, 4]), gl.reshape(y0, [BLOCK, 4])
-        x1, y1 = gl.reshape(x1, [BLOCK, 4]), gl.reshape(y1, [BLOCK, 4])
-        total = x0 * y0 if total is None else gl.fma(x0, y0, total)
-        return gl.fma(x1, y1, total)
-    else:  # noqa: RET505 - compiled for one of the two
-        return add_products(add_products(total, x0, y0), x1, y1)
-
-
-@gluon.jit
-def weigh(dots, weights):
-    """``2 * sum_h weights[h] * relu(dots[:, h])`` over the heads of each lane of a quad: [64, 4].
-
-    The double of a relu is a sum, which costs half of a maximum.
-    """
-    ones = gl.full(dots.shape, 1.0, gl.float32, layout=dots.type.layout)
-    return add_products(
-        None, by_lane(dots + gl.abs(dots)), by_lane(gl.expand_dims(weights, 0) * ones)
-    )
-
-
-@gluon.jit
-def swap(x, LANES: gl.constexpr):
-    """What the lane ``lane ^ LANES`` holds."""
-    ASM: gl.constexpr = (
-        "shfl.sync.bfly.b32 $0, $1, 2, 0x1f, 0xffffffff;"
-        if LANES == 2
-        else "shfl.sync.bfly.b32 $0, $1, 1, 0x1f, 0xffffffff;"
-    )
-    return gl.inline_asm_elementwise(ASM, "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def split_rows(x):
-    """Of [64, 4] the keys ``16 w + r`` and ``16 w + 8 + r``, one a thread each: [4, 8, 4]."""
-    return gl.split(gl.permute(gl.reshape(x, [4, 2, 8, 4]), (0, 2, 3, 1)))
-
-
-@gluon.jit
-def sum_quads(left, right):
-    """Sums over the lanes of a quad, of which each thread is left with that of one key: [128].
-
-    The lane ``2 half + upper`` of quad ``r`` of warp ``w`` has the key ``64 half + 16 w + 8 upper +
-    r``: three exchanges, where four sums on their own take eight.
-    """
-    left_lower, left_upper = split_rows(left)
-    right_lower, right_upper = split_rows(right)
-    LAYOUT: gl.constexpr = left_lower.type.layout
-    lanes = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
-    lanes = gl.expand_dims(gl.expand_dims(lanes, 0), 1)
-    second = lanes >= 2
-    lower = gl.where(second, right_lower, left_lower)
-    lower += swap(gl.where(second, left_lower, right_lower), 2)
-    upper = gl.where(second, right_upper, left_upper)
-    upper += swap(gl.where(second, left_upper, right_upper), 2)
-    odd = (lanes & 1) != 0
-    sums = gl.where(odd, upper, lower) + swap(gl.where(odd, lower, upper), 1)
-    return gl.reshape(gl.permute(gl.reshape(sums, [4, 8, 2, 2]), (2, 0, 3, 1)), [TILE])
 
 
 # fmt: off

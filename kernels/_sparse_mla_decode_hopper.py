@@ -39,7 +39,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from ._hopper import async_load, blocks_of, prefetch, reinterpret
+from ._hopper import blocks_of, reinterpret
+from ._hopper_mla_items import (
+    MAX_ALONE,
+    bounds,
+    copy_queries,
+    copy_tiles,
+    heads_of_rows,
+    load_block,
+    load_index,
+    place,
+    topk_row_of,
+)
 
 LATENT_DIM = 512
 ROPE_DIM = 64
@@ -49,306 +60,7 @@ MIN_HEADS_OF_FP8 = 17  # the portable kernel is faster for fewer: decoding is sh
 # Of 64 heads a program. H200, topk 2048: whole lines cost 0.7 to 1 us at 1 token, and save 0.2 to
 # 0.7 us at 8 to 32 tokens and 4 to 16 us at 64 to 256 (nothing at 64 tokens of 64 heads).
 MIN_TOKENS_OF_LINES = 8
-MAX_ALONE = gl.constexpr(256)  # columns that a warp looks at by itself, eight a lane: a default
 _LN_2 = gl.constexpr(math.log(2))
-
-
-@gluon.jit
-def _place(item, batch):
-    """Which heads of which part of which token an item is, and its first column and their limit."""
-    _num_reqs, topk, split_size, num_splits, groups = batch[1]
-    group = item % groups
-    part = item // groups
-    token = part // num_splits
-    first = part % num_splits * split_size
-    return group, part, token, first, gl.minimum(first + split_size, topk)
-
-
-@gluon.jit
-def _bounds(token, first, limit, batch, SCAN: gl.constexpr):
-    """The request of a token, and the end of its valid columns in ``first .. limit - 1``.
-
-    Where the columns are few, each warp looks at all of them and at the requests by itself, and
-    waits for no other warp.
-    """
-    starts_ptr, starts_stride = batch[0][3:]
-    num_reqs = batch[1][0]
-    WARP: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 1], [32, 1], [1, 4], [0, 1]))
-    GROUP: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
-    ALONE: gl.constexpr = SCAN <= MAX_ALONE
-    LAYOUT: gl.constexpr = WARP if ALONE else GROUP
-    REQUESTS: gl.constexpr = 64 if ALONE else 512
-
-    # The two loads do not wait for one another.
-    topk_row = _topk_row(token, batch)
-    columns = first + gl.arange(0, SCAN, layout=LAYOUT)
-    index = _load_index(topk_row, batch[0][2], columns, limit)
-    lanes = gl.arange(0, REQUESTS, layout=LAYOUT)
-    request = -1
-    for start in range(0, num_reqs + 1, REQUESTS):
-        at = start + lanes
-        known = at <= num_reqs
-        begin = gl.load(starts_ptr + at.to(gl.int64) * starts_stride, mask=known, other=0)
-        request = gl.maximum(request, gl.max(gl.where(known & (begin <= token), at, -1), axis=0))
-    request = gl.where(request < num_reqs, request, -1)
-    # A row that sees fewer keys than topk ends in -1, and need not be walked to its end.
-    last = gl.maximum(first, gl.max(gl.where(index >= 0, columns + 1, 0), axis=0))
-    for start in range(first + SCAN, limit, SCAN):
-        columns = start + gl.arange(0, SCAN, layout=LAYOUT)
-        index = _load_index(topk_row, batch[0][2], columns, limit)
-        last = gl.maximum(last, gl.max(gl.where(index >= 0, columns + 1, 0), axis=0))
-    return request, gl.where(request >= 0, last, first)
-
-
-@gluon.jit
-def _topk_row(token, batch):
-    return batch[0][0] + token.to(gl.int64) * batch[0][1]
-
-
-@gluon.jit
-def _load_index(topk_row, stride, columns, end):
-    return gl.load(topk_row + columns.to(gl.int64) * stride, mask=columns < end, other=-1)
-
-
-@gluon.jit
-def _load_block(index, table_row, table, BLOCK_SIZE: gl.constexpr):
-    """The block of each key, -1 where there is none, and the offset in it."""
-    stride, max_blocks, num_blocks = table[2]
-    column = index // BLOCK_SIZE
-    known = (index >= 0) & (column < max_blocks)
-    block = gl.load(table_row + column.to(gl.int64) * stride, mask=known, other=-1)
-    return gl.where(block < num_blocks, block, -1), index % BLOCK_SIZE
-
-
-@gluon.jit
-def _places(block, offset, cache):
-    return (
-        cache[0] + (block.to(gl.int64) * cache[1] + offset.to(gl.int64) * cache[2]),
-        block >= 0,
-    )
-
-
-@gluon.jit
-def _prefetch(keys, valid):
-    """Bring the lines of fp8 keys into the L2 cache."""
-    BYTES: gl.constexpr = 656
-    LINES: gl.constexpr = 8
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [4, 1], [1, 0])
-    offsets = gl.arange(0, LINES, layout=gl.SliceLayout(0, LAYOUT)) * 128
-    keys = gl.convert_layout(keys.to(gl.int64), gl.SliceLayout(1, LAYOUT), True)
-    valid = gl.convert_layout(valid, gl.SliceLayout(1, LAYOUT), True)
-    # A key does not begin at a line: its last byte lies in one more.
-    mask = gl.expand_dims(valid, 1) & gl.expand_dims(offsets < BYTES + 127, 0)
-    places = gl.expand_dims(keys, 1) + gl.expand_dims(gl.minimum(offsets, BYTES - 1), 0)
-    prefetch(places, mask)
-
-
-@gluon.jit
-def _load_codes(keys, valid, c: gl.constexpr, words):
-    """The codes of 128 dims, four in a word, and their scale."""
-    ptrs = gl.expand_dims((keys + c * 128).to(gl.pointer_type(gl.int32)), 1)
-    codes = gl.load(ptrs + gl.expand_dims(words, 0), mask=gl.expand_dims(valid, 1), other=0)
-    scale_ptr = (keys + 512).to(gl.pointer_type(gl.float32))
-    return codes, gl.load(scale_ptr + c, mask=valid, other=0.0)
-
-
-@gluon.jit
-def _store_keys(smem, codes, scales):
-    """``codes`` times ``scales`` as bf16, into a tile of 64 keys and 128 dims."""
-    low, high = gl.inline_asm_elementwise(
-        """
-        {
-        .reg .b16 c0, c1, h0, h1, h2, h3;
-        .reg .b32 p0, p1;
-        .reg .f32 f0, f1, f2, f3;
-        mov.b32 {c0, c1}, $2;
-        cvt.rn.f16x2.e4m3x2 p0, c0;
-        cvt.rn.f16x2.e4m3x2 p1, c1;
-        mov.b32 {h0, h1}, p0;
-        mov.b32 {h2, h3}, p1;
-        cvt.f32.f16 f0, h0;
-        cvt.f32.f16 f1, h1;
-        cvt.f32.f16 f2, h2;
-        cvt.f32.f16 f3, h3;
-        mul.f32 f0, f0, $3;
-        mul.f32 f1, f1, $3;
-        mul.f32 f2, f2, $3;
-        mul.f32 f3, f3, $3;
-        cvt.rn.bf16x2.f32 $0, f1, f0;
-        cvt.rn.bf16x2.f32 $1, f3, f2;
-        }
-        """,
-        "=r,=r,r,f",
-        [codes, gl.expand_dims(scales, 1)],
-        dtype=(gl.int32, gl.int32),
-        is_pure=True,
-        pack=1,
-    )
-    pairs = gl.reshape(gl.join(low, high), [64, 64])
-    reinterpret(smem, gl.int32, [64, 64], gl.NVMMASharedLayout(128, 32, 2)).store(pairs)
-
-
-@gluon.jit
-def _heads(group, rows, heads):
-    """The head of each of the 64 rows of a program, and whether it has one.
-
-    Each warp has a quarter of the heads in its 16 rows: all of them share the stores.
-    """
-    num_heads, block_h = heads
-    share = block_h // 4
-    head = group * block_h + rows // 16 * share + rows % 16
-    return head, (rows % 16 < share) & (head < num_heads)
-
-
-@gluon.jit
-def _copy_queries(token, group, queries, smem):
-    q_ptr, token_stride, head_stride, heads = queries
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    dims = gl.arange(0, 512, layout=gl.SliceLayout(0, LAYOUT))
-    rope_dims = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
-    head, stored = _heads(group, gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT)), heads)
-    row_ptr = q_ptr + token.to(gl.int64) * token_stride
-    rows = gl.expand_dims(row_ptr + head.to(gl.int64) * head_stride, 1)
-    mask = gl.expand_dims(stored, 1)
-    latents = reinterpret(smem[0], smem[0].dtype, [64, 512], gl.NVMMASharedLayout(128, 16, 2))
-    async_load(latents, rows + gl.expand_dims(dims, 0), mask=mask)
-    async_load(smem[1], rows + gl.expand_dims(512 + rope_dims, 0), mask=mask)
-    async_copy.commit_group()
-
-
-@gluon.jit
-def _start_item(item, batch, table, lanes, BLOCK_SIZE: gl.constexpr, SCAN: gl.constexpr):
-    """The bounds of an item, the blocks of its first tile, and the indices of its second: the
-    indices are two tiles ahead of the copies, the blocks one."""
-    _group, _part, token, first, limit = _place(item, batch)
-    topk_row = _topk_row(token, batch)
-    # Before the end is known: there is no index between it and the limit.
-    index = _load_index(topk_row, batch[0][2], first + lanes, limit)
-    index_after = _load_index(topk_row, batch[0][2], first + 64 + lanes, limit)
-    request, end = _bounds(token, first, limit, batch, SCAN)
-    table_row = blocks_of(request, table)
-    index = gl.where(request >= 0, index, -1)
-    block, offset = _load_block(index, table_row, table, BLOCK_SIZE)
-    index_after = gl.where(request >= 0, index_after, -1)
-    return first, end, topk_row, table_row, index_after, block, offset
-
-
-# fmt: off
-@gluon.jit
-def _copy_keys(
-    items, batch, table, cache, k_smem, r_smem, k_full, k_empty,
-    BLOCK_SIZE: gl.constexpr, SCAN: gl.constexpr,
-):
-    # fmt: on
-    """The keys of every tile."""
-    # A warp copies 128 bytes of four keys at once: a thread has four keys to find in all.
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    dims = gl.arange(0, 512, layout=gl.SliceLayout(0, LAYOUT))
-    rope_dims = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
-    # Four chunks in a row are laid out as one tile of 512 dims. Copied one by one, each would wait
-    # at a barrier of the group.
-    latents = reinterpret(k_smem, k_smem.dtype, [2, 64, 512], gl.NVMMASharedLayout(128, 16, 2))
-    lanes = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
-
-    item = gl.program_id(0)
-    tile = 0
-    while item < items:
-        first, end, topk_row, table_row, index, block, offset = _start_item(
-            item, batch, table, lanes, BLOCK_SIZE, SCAN
-        )
-        for start in range(first, end, 64):
-            keys, valid = _places(block, offset, cache)
-            keys = gl.expand_dims(keys, 1)
-            mask = gl.expand_dims(valid, 1)
-            block, offset = _load_block(index, table_row, table, BLOCK_SIZE)
-            index = _load_index(topk_row, batch[0][2], start + 128 + lanes, end)
-
-            stage = tile & 1
-            mbarrier.wait(k_empty.index(stage), ((tile >> 1) & 1) ^ 1)
-            async_load(
-                r_smem.index(stage), keys + gl.expand_dims(512 + rope_dims, 0), mask=mask
-            )
-            async_load(
-                latents.index(stage), keys + gl.expand_dims(dims, 0), mask=mask
-            )
-            async_copy.mbarrier_arrive(k_full.index(stage), increment_count=False)
-            tile += 1
-        item += gl.num_programs(0)
-
-
-# fmt: off
-@gluon.jit
-def _copy_fp8(
-    items, batch, table, cache, k_smem, r_smem, k_full, k_empty,
-    BLOCK_SIZE: gl.constexpr, SCAN: gl.constexpr,
-):
-    # fmt: on
-    """The same from an fp8 cache: half a tile is on its way while a quarter is decoded."""
-    # A thread has the same keys in both layouts.
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    WORDS: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
-    rope_dims = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
-    words = gl.arange(0, 32, layout=gl.SliceLayout(0, WORDS))
-    lanes = gl.arange(0, 64, layout=gl.SliceLayout(1, WORDS))
-
-    item = gl.program_id(0)
-    tile = 0
-    while item < items:
-        first, end, topk_row, table_row, index, block, offset = _start_item(
-            item, batch, table, lanes, BLOCK_SIZE, SCAN
-        )
-        keys, valid = _places(block, offset, cache)
-        codes0, scales0 = _load_codes(keys, valid, 0, words)
-        codes1, scales1 = _load_codes(keys, valid, 1, words)
-        block, offset = _load_block(index, table_row, table, BLOCK_SIZE)
-        for start in range(first, end, 64):
-            index = _load_index(topk_row, batch[0][2], start + 128 + lanes, end)
-            stage = tile & 1
-            mbarrier.wait(k_empty.index(stage), ((tile >> 1) & 1) ^ 1)
-            rope = gl.convert_layout(keys + 528, gl.SliceLayout(1, LAYOUT), True)
-            rope = gl.expand_dims(rope.to(gl.pointer_type(r_smem.dtype)), 1)
-            mask = gl.expand_dims(gl.convert_layout(valid, gl.SliceLayout(1, LAYOUT), True), 1)
-            async_load(
-                r_smem.index(stage), rope + gl.expand_dims(rope_dims, 0), mask=mask
-            )
-            async_copy.commit_group()
-            codes2, scales2 = _load_codes(keys, valid, 2, words)
-            _store_keys(k_smem.index(stage * 4), codes0, scales0)
-            codes3, scales3 = _load_codes(keys, valid, 3, words)
-            _store_keys(k_smem.index(stage * 4 + 1), codes1, scales1)
-
-            keys, valid = _places(block, offset, cache)
-            block, offset = _load_block(index, table_row, table, BLOCK_SIZE)
-            codes0, scales0 = _load_codes(keys, valid, 0, words)
-            _store_keys(k_smem.index(stage * 4 + 2), codes2, scales2)
-            codes1, scales1 = _load_codes(keys, valid, 1, words)
-            _store_keys(k_smem.index(stage * 4 + 3), codes3, scales3)
-            async_copy.wait_group(0)
-            fence_async_shared()
-            mbarrier.arrive(k_full.index(stage), count=1)
-            after, there = _places(block, offset, cache)
-            _prefetch(after, there)
-            tile += 1
-        item += gl.num_programs(0)
-
-
-# fmt: off
-@gluon.jit
-def _copy(
-    items, batch, table, cache, k_smem, r_smem, k_full, k_empty,
-    BLOCK_SIZE: gl.constexpr, SCAN: gl.constexpr, FP8: gl.constexpr,
-):
-    if FP8:
-        _copy_fp8(
-            items, batch, table, cache, k_smem, r_smem, k_full, k_empty,
-            BLOCK_SIZE, SCAN,
-        )
-    else:
-        _copy_keys(
-            items, batch, table, cache, k_smem, r_smem, k_full, k_empty,
-            BLOCK_SIZE, SCAN,
-        )
-    # fmt: on
 
 
 # fmt: off
@@ -369,22 +81,22 @@ def _score(
     item = gl.program_id(0)
     tile = 0
     while item < items:
-        group, part, token, first, limit = _place(item, batch)
+        group, part, token, first, limit = place(item, batch)
         # The dots of the item before are done. Whether the token has a request is not known yet.
-        _copy_queries(token, group, queries, q_smem)
-        request, end = _bounds(token, first, limit, batch, SCAN)
-        topk_row = _topk_row(token, batch)
+        copy_queries(token, group, queries, q_smem)
+        request, end = bounds(token, first, limit, batch, SCAN)
+        topk_row = topk_row_of(token, batch)
         table_row = blocks_of(request, table)
-        index = _load_index(topk_row, batch[0][2], first + lanes, end)
-        block, _ = _load_block(index, table_row, table, BLOCK_SIZE)
-        index = _load_index(topk_row, batch[0][2], first + 64 + lanes, end)
+        index = load_index(topk_row, batch[0][2], first + lanes, end)
+        block, _ = load_block(index, table_row, table, BLOCK_SIZE)
+        index = load_index(topk_row, batch[0][2], first + 64 + lanes, end)
         highest = gl.full([64], float("-inf"), gl.float32, layout=HEADS)
         total = gl.full([64], 0.0, gl.float32, layout=HEADS)
         async_copy.wait_group(0)
         for start in range(first, end, 64):
             valid = gl.convert_layout(block, KEYS) >= 0
-            block, _ = _load_block(index, table_row, table, BLOCK_SIZE)
-            index = _load_index(topk_row, batch[0][2], start + 128 + lanes, end)
+            block, _ = load_block(index, table_row, table, BLOCK_SIZE)
+            index = load_index(topk_row, batch[0][2], start + 128 + lanes, end)
 
             stage = tile & 1
             mbarrier.wait(k_full.index(stage), (tile >> 1) & 1)
@@ -414,7 +126,7 @@ def _score(
             tile += 1
         empty = total == 0.0
         lse = (highest + gl.log2(gl.where(empty, 1.0, total))) * _LN_2
-        head, stored = _heads(group, gl.arange(0, 64, layout=HEADS), heads)
+        head, stored = heads_of_rows(group, gl.arange(0, 64, layout=HEADS), heads)
         row_ptr = lse_ptr + part.to(gl.int64) * heads[0] + head
         gl.store(row_ptr, gl.where(empty, float("-inf"), lse), mask=stored)
         item += gl.num_programs(0)
@@ -423,7 +135,7 @@ def _score(
 @gluon.jit
 def _out_ptrs(rows, latents, group, part, out_ptr, heads):
     """Where the latents of some rows of a program go, and which of them there are."""
-    head, stored = _heads(group, rows, heads)
+    head, stored = heads_of_rows(group, rows, heads)
     row = part.to(gl.int64) * heads[0] + head
     ptrs = out_ptr + gl.expand_dims(row * 512, 1) + gl.expand_dims(latents, 0)
     return ptrs, gl.expand_dims(stored, 1)
@@ -463,8 +175,8 @@ def _value(
     item = gl.program_id(0)
     tile = 0
     while item < items:
-        group, part, token, first, limit = _place(item, batch)
-        _request, end = _bounds(token, first, limit, batch, SCAN)
+        group, part, token, first, limit = place(item, batch)
+        _request, end = bounds(token, first, limit, batch, SCAN)
         left = gl.full([64, 128], 0.0, gl.float32, layout=MMA)
         right = gl.full([64, 128], 0.0, gl.float32, layout=MMA)
         factor = gl.full([64], 1.0, gl.float32, layout=HEADS)
@@ -559,7 +271,7 @@ def sparse_mla_decode_hopper_kernel(
                       p_full, k_empty, 0, SPLIT, SCAN, WHOLE_LINES)),
             (_value, (items, batch, out_ptr, heads, k_smem, r_smem, decay_smem, factor_smem,
                       p_full, k_empty, 1, SPLIT, SCAN, WHOLE_LINES)),
-            (_copy, (items, batch, table, cache, k_smem, r_smem, k_full, k_empty,
+            (copy_tiles, (items, batch, table, cache, k_smem, r_smem, k_full, k_empty,
                      BLOCK_SIZE, SCAN, FP8)),
         ],
         [4, 4, 4],

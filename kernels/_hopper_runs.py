@@ -1,0 +1,136 @@
+"""How the logits on compute capability 9.0 are shared out: ``_runs`` in Gluon.
+
+A run is what one program scores: tiles of ``TILE`` keys, one request after the other. A ``batch``
+is ``query_start_loc, seq_lens, num_tokens, num_reqs, max_seq_len, min_keys``, the first two as
+pointers to contiguous int32; a ``run`` is what ``find_run`` returns, at the request that it has
+come to.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ._hopper import blocks_of, group_barrier, prefetch, reinterpret
+from ._hopper_weighing import BLOCK, TILE
+
+LOAD_COST = gl.constexpr(2)  # what the keys of a tile cost, in rows
+
+NUMBERS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))  # one by one
+
+
+@gluon.jit
+def request_rows(request, batch):
+    """As ``_runs.request_rows``: first row, end of its rows, sequence length, tiles to score."""
+    query_start_loc_ptr, seq_lens_ptr, num_tokens, num_reqs, max_seq_len, min_keys = batch
+    known = request < num_reqs
+    start_ptr = query_start_loc_ptr + request.to(gl.int64)
+    start = gl.load(start_ptr, mask=request <= num_reqs, other=0)
+    stop_ptr = gl.where(known, start_ptr + 1, query_start_loc_ptr)
+    stop = gl.load(stop_ptr, mask=request != num_reqs, other=num_tokens)
+    start = gl.minimum(gl.maximum(start, 0), num_tokens)
+    stop = gl.minimum(gl.maximum(stop, 0), num_tokens)
+    seq_len = gl.load(seq_lens_ptr + request.to(gl.int64), mask=known, other=0)
+    seq_len = gl.maximum(seq_len, 0)
+    keys = gl.minimum(seq_len, max_seq_len)
+    tiles = gl.where((stop > start) & (keys > min_keys), (keys + TILE - 1) // TILE, 0)
+    return start, stop, seq_len, tiles
+
+
+@gluon.jit
+def tile_work(start, stop):
+    return gl.maximum(stop - start, 0) + LOAD_COST
+
+
+@gluon.jit
+def add(a, b):
+    return a + b
+
+
+@gluon.jit
+def number(smem, index):
+    """One of the numbers in shared memory."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    return gl.max(smem.index(index).load(LAYOUT), axis=0)
+
+
+@gluon.jit
+def find_run(first_rows, batch, table, ends_smem, FEW: gl.constexpr, MANY: gl.constexpr):
+    """As ``_runs.find_run``: ``begin, end`` of the program's run, the request that it begins in,
+    and ``rows_of`` that request. Work is counted in the dtype of ``ends_smem``. ``first_rows`` are
+    those of the first requests; FEW: a warp can hold them, so that each has all of them and waits
+    for no other; MANY: there are more.
+    """
+    start, stop, _, tiles = first_rows
+    num_reqs = batch[3]
+    REQUESTS: gl.constexpr = start.shape[0]
+    COUNT: gl.constexpr = ends_smem.dtype
+    block = gl.arange(0, REQUESTS, layout=start.type.layout)
+    ends = gl.associative_scan(tiles.to(COUNT) * tile_work(start, stop), 0, add)
+    if FEW:
+        seen = gl.max(ends, axis=0)
+    else:
+        reinterpret(ends_smem, COUNT, [REQUESTS], NUMBERS).store(ends)
+        seen = number(ends_smem, REQUESTS - 1)
+    total = seen
+    if MANY:
+        for first in range(REQUESTS, num_reqs, REQUESTS):
+            start, stop, _, tiles = request_rows(first + block, batch)
+            total += gl.sum(tiles.to(COUNT) * tile_work(start, stop), axis=0)
+    share = total // gl.num_programs(0)
+    rest = total - share * gl.num_programs(0)
+    begin = share * gl.program_id(0) + gl.minimum(gl.program_id(0), rest)
+    end = begin + share + (gl.program_id(0) < rest).to(COUNT)
+
+    before = (ends <= begin) & (block < num_reqs)
+    request = gl.sum(before.to(gl.int32), axis=0)
+    if FEW:
+        passed = gl.max(gl.where(before, ends, 0), axis=0)
+    else:
+        passed = gl.where(request > 0, number(ends_smem, gl.maximum(request - 1, 0)), 0)
+    if MANY:
+        for first in range(REQUESTS, num_reqs, REQUESTS):
+            start, stop, _, tiles = request_rows(first + block, batch)
+            work = tiles.to(COUNT) * tile_work(start, stop)
+            ends = seen + gl.associative_scan(work, 0, add)
+            before = (ends <= begin) & (first + block < num_reqs)
+            request += gl.sum(before.to(gl.int32), axis=0)
+            passed = gl.maximum(passed, gl.max(gl.where(before, ends, 0), axis=0))
+            seen += gl.sum(work, axis=0)
+    # What the partitions take over may be laid over numbers in shared memory that a slower warp has
+    # yet to read, without a barrier between.
+    group_barrier()
+    start, stop, seq_len, first, last, passed = rows_of(request, passed, begin, end, batch)
+    # On its way into the L2 while the warps take up their roles.
+    prefetch((blocks_of(request, table) + first * 2).to(gl.int64), first < last)
+    return begin, end, request, start, stop, seq_len, first, last, passed
+
+
+@gluon.jit
+def rows_of(request, passed, begin, end, batch):
+    """The rows of a request and its sequence length; the first tile of it that belongs to the run
+    ``begin .. end - 1``, and the one behind the last; and the work up to the request's end.
+
+    A tile belongs to the run in which its work begins.
+    """
+    start, stop, seq_len, tiles = request_rows(request, batch)
+    work = tile_work(start, stop).to(passed.dtype)
+    first = gl.maximum((begin - passed + work - 1) // work, 0).to(gl.int32)
+    last = gl.minimum((end - passed + work - 1) // work, tiles.to(passed.dtype)).to(gl.int32)
+    return start, stop, seq_len, first, last, passed + tiles * work
+
+
+@gluon.jit
+def next_request(run, batch):
+    """Whether the run goes on behind its request, and the run at the next one."""
+    begin, end, request, start, stop, seq_len, first, last, passed = run
+    request += 1
+    more = (passed < end) & (request < batch[3])
+    if more:
+        start, stop, seq_len, first, last, passed = rows_of(request, passed, begin, end, batch)
+    return more, (begin, end, request, start, stop, seq_len, first, last, passed)
+
+
+@gluon.jit
+def end_of_columns(last, seq_len, batch):
+    """Where the columns of the block table end that the tiles up to ``last - 1`` have keys in."""
+    keys = gl.minimum(seq_len, batch[4])
+    return gl.minimum(last * 2, (keys + BLOCK - 1) // BLOCK)
