@@ -158,7 +158,7 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 def finders_of_runs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each warp finds the run of few requests, all together that of more: both get to do it."""
     if request.param == "all warps":
-        monkeypatch.setattr(hopper, "WARP_REQUESTS", 0)
+        monkeypatch.setattr(hopper, "WARP_REQUESTS", -1)
 
 
 def small(case: Case, num_heads: int = 64) -> dict[str, Any]:
@@ -245,7 +245,7 @@ def test_hopper_logits_do_not_depend_on_who_finds_the_runs(
 ) -> None:
     inputs = card_inputs(query_lens, 1000)
     expected = launch(**inputs)
-    monkeypatch.setattr(hopper, "WARP_REQUESTS", 0)
+    monkeypatch.setattr(hopper, "WARP_REQUESTS", -1)
     assert_same_bits(launch(**inputs), expected)
 
 
