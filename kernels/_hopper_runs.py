@@ -53,15 +53,16 @@ def number(smem, index):
 
 
 @gluon.jit
-def find_run(first_rows, batch, table, ends_smem, FEW: gl.constexpr, MANY: gl.constexpr):
+def find_run(first_rows, batch, table, ends_smem, MANY: gl.constexpr):
     """As ``_runs.find_run``: ``begin, end`` of the program's run, the request that it begins in,
     and ``rows_of`` that request. Work is counted in the dtype of ``ends_smem``. ``first_rows`` are
-    those of the first requests; FEW: a warp can hold them, so that each has all of them and waits
-    for no other; MANY: there are more.
+    those of the first requests, two a lane; MANY: there are more.
     """
     start, stop, _, tiles = first_rows
     num_reqs = batch[3]
     REQUESTS: gl.constexpr = start.shape[0]
+    # A warp can hold them: each has all of them, and waits for no other.
+    FEW: gl.constexpr = REQUESTS <= 2 * 32
     COUNT: gl.constexpr = ends_smem.dtype
     block = gl.arange(0, REQUESTS, layout=start.type.layout)
     ends = gl.associative_scan(tiles.to(COUNT) * tile_work(start, stop), 0, add)

@@ -298,8 +298,7 @@ def indexer_logits_hopper_kernel(
     num_tokens, num_reqs, num_blocks, max_seq_len, min_keys,
     table_stride, logits_stride,
     HEADS: gl.constexpr, ROWS: gl.constexpr, SLOTS: gl.constexpr,
-    REQUESTS: gl.constexpr, FEW: gl.constexpr, MANY: gl.constexpr, WIDE: gl.constexpr,
-    KEEP: gl.constexpr,
+    REQUESTS: gl.constexpr, MANY: gl.constexpr, WIDE: gl.constexpr, KEEP: gl.constexpr,
     SCORE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
 ):
     # fmt: on
@@ -331,7 +330,7 @@ def indexer_logits_hopper_kernel(
     fence_async_shared()
 
     table = (block_table_ptr, table_stride, num_blocks)
-    run = find_run(first_rows, batch, table, ends_smem, FEW, MANY)
+    run = find_run(first_rows, batch, table, ends_smem, MANY)
     logits = (logits_ptr, logits_stride)
     q_sources, k_sources = (q_desc, weights_desc), (codes_desc, scales_desc)
     q_smem, k_smem = (q_smem, weights_smem), (codes_smem, scales_smem)
@@ -417,7 +416,7 @@ def score_keys(
         HEADS=num_heads, ROWS=FEW_ROWS if few else MAX_ROWS,
         SLOTS=FEW_ROWS_SLOTS if few else MAX_ROWS_SLOTS,
         REQUESTS=WARP_REQUESTS if num_reqs <= WARP_REQUESTS else BLOCK_REQUESTS,
-        FEW=num_reqs <= WARP_REQUESTS, MANY=num_reqs > BLOCK_REQUESTS, WIDE=most > MAX_INT32,
+        MANY=num_reqs > BLOCK_REQUESTS, WIDE=most > MAX_INT32,
         KEEP=row_lens is not None and logits.nbytes <= MAX_KEPT_BYTES,
         SCORE_REGISTERS=SCORE_REGISTERS, LOAD_REGISTERS=LOAD_REGISTERS,
         num_warps=4, maxnreg=MAX_REGISTERS,
