@@ -228,12 +228,8 @@ def _copy_keys(
 
             stage = tile & 1
             mbarrier.wait(k_empty.index(stage), ((tile >> 1) & 1) ^ 1)
-            async_load(
-                r_smem.index(stage), keys + gl.expand_dims(512 + rope_dims, 0), mask=mask
-            )
-            async_load(
-                latents.index(stage), keys + gl.expand_dims(dims, 0), mask=mask
-            )
+            async_load(r_smem.index(stage), keys + gl.expand_dims(512 + rope_dims, 0), mask=mask)
+            async_load(latents.index(stage), keys + gl.expand_dims(dims, 0), mask=mask)
             async_copy.mbarrier_arrive(k_full.index(stage), increment_count=False)
             tile += 1
         item += gl.num_programs(0)
@@ -271,9 +267,7 @@ def _copy_fp8(
             rope = gl.convert_layout(keys + 528, gl.SliceLayout(1, LAYOUT), True)
             rope = gl.expand_dims(rope.to(gl.pointer_type(r_smem.dtype)), 1)
             mask = gl.expand_dims(gl.convert_layout(valid, gl.SliceLayout(1, LAYOUT), True), 1)
-            async_load(
-                r_smem.index(stage), rope + gl.expand_dims(rope_dims, 0), mask=mask
-            )
+            async_load(r_smem.index(stage), rope + gl.expand_dims(rope_dims, 0), mask=mask)
             async_copy.commit_group()
             codes2, scales2 = _load_codes(keys, valid, 2, words)
             _store_keys(k_smem.index(stage * 4), codes0, scales0)

@@ -272,7 +272,7 @@ def sparse_mla_decode_hopper_kernel(
             (_value, (items, batch, out_ptr, heads, k_smem, r_smem, decay_smem, factor_smem,
                       p_full, k_empty, 1, SPLIT, SCAN, WHOLE_LINES)),
             (copy_tiles, (items, batch, table, cache, k_smem, r_smem, k_full, k_empty,
-                     BLOCK_SIZE, SCAN, FP8)),
+                          BLOCK_SIZE, SCAN, FP8)),
         ],
         [4, 4, 4],
         [VALUE_REGS, VALUE_REGS, COPY_REGS],

@@ -333,9 +333,7 @@ def test_registers_of_a_multiprocessor_go_round(block: int, filtered: bool) -> N
     for num_tokens in range(1, 3000):
         keys = 16 if filtered else indexer_topk.keys_per_thread(num_tokens, block, 132)
         warps = indexer_topk.warps_for(block, keys)
-        registers = indexer_topk.select_registers(
-            num_tokens, warps, keys, 132, filtered=filtered
-        )  # fmt: skip
+        registers = indexer_topk.select_registers(num_tokens, warps, keys, 132, filtered=filtered)
         assert registers % 8 == 0
         assert registers * 32 * warps <= 65_536
         assert registers >= 4 * keys
