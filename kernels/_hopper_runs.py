@@ -3,7 +3,7 @@
 A run is what one program scores: tiles of ``TILE`` keys, one request after the other. A ``batch``
 is ``query_start_loc, seq_lens, num_tokens, num_reqs, max_seq_len, min_keys``, the first two as
 pointers to contiguous int32; a ``run`` is what ``find_run`` returns, at the request that it has
-come to.
+come to. Work is counted in halves of a row of a tile.
 """
 
 from triton.experimental import gluon
@@ -12,7 +12,8 @@ from triton.experimental.gluon import language as gl
 from ._hopper import blocks_of, group_barrier, prefetch, reinterpret
 from ._hopper_weighing import BLOCK, TILE
 
-LOAD_COST = gl.constexpr(2)  # what the keys of a tile cost, in rows
+# What the keys of a tile cost: where the memory is what all wait for, and where it is not.
+MEMORY_COST, L2_COST = gl.constexpr(4), gl.constexpr(1)
 
 NUMBERS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))  # one by one
 
@@ -36,13 +37,32 @@ def request_rows(request, batch):
 
 
 @gluon.jit
-def tile_work(start, stop):
-    return gl.maximum(stop - start, 0) + LOAD_COST
+def row_tiles(first_rows, COUNT: gl.constexpr):
+    """The tiles of the rows of requests, each row's counted, and the tiles."""
+    start, stop, _, tiles = first_rows
+    tiles = tiles.to(COUNT)
+    return tiles * gl.maximum(stop - start, 0), tiles
+
+
+@gluon.jit
+def keys_cost(row_tiles, tiles):
+    """What the keys of a tile cost in this batch: up to 1.6 rows a tile, memory takes longest."""
+    return gl.where(row_tiles < tiles + (tiles >> 1) + (tiles >> 3), MEMORY_COST, L2_COST)
+
+
+@gluon.jit
+def work_of(row_tiles, tiles, cost):
+    return row_tiles * 2 + tiles * cost
 
 
 @gluon.jit
 def add(a, b):
     return a + b
+
+
+@gluon.jit
+def add_pairs(a, b, c, d):
+    return a + c, b + d
 
 
 @gluon.jit
@@ -54,43 +74,58 @@ def number(smem, index):
 
 @gluon.jit
 def find_run(first_rows, batch, table, ends_smem, MANY: gl.constexpr):
-    """As ``_runs.find_run``: ``begin, end`` of the program's run, the request that it begins in,
-    and ``rows_of`` that request. Work is counted in the dtype of ``ends_smem``. ``first_rows`` are
-    those of the first requests, two a lane; MANY: there are more.
+    """As ``_runs.find_run``: ``begin, end, cost`` of the program's run, which is what the keys of a
+    tile cost; the request that it begins in, and ``rows_of`` that request. Work is counted in the
+    dtype of ``ends_smem``. ``first_rows`` are those of the first requests, two a lane; MANY: there
+    are more.
     """
-    start, stop, _, tiles = first_rows
     num_reqs = batch[3]
-    REQUESTS: gl.constexpr = start.shape[0]
+    REQUESTS: gl.constexpr = first_rows[0].shape[0]
     # A warp can hold them: each has all of them, and waits for no other.
     FEW: gl.constexpr = REQUESTS <= 2 * 32
     COUNT: gl.constexpr = ends_smem.dtype
-    block = gl.arange(0, REQUESTS, layout=start.type.layout)
-    ends = gl.associative_scan(tiles.to(COUNT) * tile_work(start, stop), 0, add)
+    block = gl.arange(0, REQUESTS, layout=first_rows[0].type.layout)
+    rows, tiles = row_tiles(first_rows, COUNT)
+    row_ends, tile_ends = gl.associative_scan((rows, tiles), 0, add_pairs)
     if FEW:
-        seen = gl.max(ends, axis=0)
+        # These do not wait for the ends.
+        rows_seen = gl.sum(rows, axis=0)
+        tiles_seen = gl.sum(tiles, axis=0)
     else:
-        reinterpret(ends_smem, COUNT, [REQUESTS], NUMBERS).store(ends)
-        seen = number(ends_smem, REQUESTS - 1)
-    total = seen
+        stored = reinterpret(ends_smem, COUNT, [2, REQUESTS], NUMBERS)
+        stored.index(0).store(row_ends)
+        stored.index(1).store(tile_ends)
+        rows_seen = number(ends_smem, REQUESTS - 1)
+        tiles_seen = number(ends_smem, 2 * REQUESTS - 1)
+    all_rows = rows_seen
+    all_tiles = tiles_seen
     if MANY:
         for first in range(REQUESTS, num_reqs, REQUESTS):
-            start, stop, _, tiles = request_rows(first + block, batch)
-            total += gl.sum(tiles.to(COUNT) * tile_work(start, stop), axis=0)
+            rows, tiles = row_tiles(request_rows(first + block, batch), COUNT)
+            all_rows += gl.sum(rows, axis=0)
+            all_tiles += gl.sum(tiles, axis=0)
+    cost = keys_cost(all_rows, all_tiles)
+    total = work_of(all_rows, all_tiles, cost)
     share = total // gl.num_programs(0)
     rest = total - share * gl.num_programs(0)
     begin = share * gl.program_id(0) + gl.minimum(gl.program_id(0), rest)
     end = begin + share + (gl.program_id(0) < rest).to(COUNT)
 
+    ends = work_of(row_ends, tile_ends, cost)
     before = (ends <= begin) & (block < num_reqs)
     request = gl.sum(before.to(gl.int32), axis=0)
     if FEW:
         passed = gl.max(gl.where(before, ends, 0), axis=0)
     else:
-        passed = gl.where(request > 0, number(ends_smem, gl.maximum(request - 1, 0)), 0)
+        last = gl.maximum(request - 1, 0)
+        rows_passed = number(ends_smem, last)
+        tiles_passed = number(ends_smem, REQUESTS + last)
+        passed = gl.where(request > 0, work_of(rows_passed, tiles_passed, cost), 0)
     if MANY:
+        seen = work_of(rows_seen, tiles_seen, cost)
         for first in range(REQUESTS, num_reqs, REQUESTS):
-            start, stop, _, tiles = request_rows(first + block, batch)
-            work = tiles.to(COUNT) * tile_work(start, stop)
+            rows, tiles = row_tiles(request_rows(first + block, batch), COUNT)
+            work = work_of(rows, tiles, cost)
             ends = seen + gl.associative_scan(work, 0, add)
             before = (ends <= begin) & (first + block < num_reqs)
             request += gl.sum(before.to(gl.int32), axis=0)
@@ -99,35 +134,42 @@ def find_run(first_rows, batch, table, ends_smem, MANY: gl.constexpr):
     # What the partitions take over may be laid over numbers in shared memory that a slower warp has
     # yet to read, without a barrier between.
     group_barrier()
-    start, stop, seq_len, first, last, passed = rows_of(request, passed, begin, end, batch)
+    part = (begin, end, cost)
+    start, stop, seq_len, first, last, passed = rows_of(request, passed, part, batch)
     # On its way into the L2 while the warps take up their roles.
     prefetch((blocks_of(request, table) + first * 2).to(gl.int64), first < last)
-    return begin, end, request, start, stop, seq_len, first, last, passed
+    return part, request, start, stop, seq_len, first, last, passed
 
 
 @gluon.jit
-def rows_of(request, passed, begin, end, batch):
+def rows_of(request, passed, part, batch):
     """The rows of a request and its sequence length; the first tile of it that belongs to the run
-    ``begin .. end - 1``, and the one behind the last; and the work up to the request's end.
+    ``part``, and the one behind the last; and the work up to the request's end.
 
     A tile belongs to the run in which its work begins.
     """
+    begin, end, cost = part
     start, stop, seq_len, tiles = request_rows(request, batch)
-    work = tile_work(start, stop).to(passed.dtype)
+    work = (gl.maximum(stop - start, 0) * 2 + cost).to(passed.dtype)
     first = gl.maximum((begin - passed + work - 1) // work, 0).to(gl.int32)
     last = gl.minimum((end - passed + work - 1) // work, tiles.to(passed.dtype)).to(gl.int32)
     return start, stop, seq_len, first, last, passed + tiles * work
 
 
 @gluon.jit
+def has_work(run):
+    return run[0][0] < run[0][1]
+
+
+@gluon.jit
 def next_request(run, batch):
     """Whether the run goes on behind its request, and the run at the next one."""
-    begin, end, request, start, stop, seq_len, first, last, passed = run
+    part, request, start, stop, seq_len, first, last, passed = run
     request += 1
-    more = (passed < end) & (request < batch[3])
+    more = (passed < part[1]) & (request < batch[3])
     if more:
-        start, stop, seq_len, first, last, passed = rows_of(request, passed, begin, end, batch)
-    return more, (begin, end, request, start, stop, seq_len, first, last, passed)
+        start, stop, seq_len, first, last, passed = rows_of(request, passed, part, batch)
+    return more, (part, request, start, stop, seq_len, first, last, passed)
 
 
 @gluon.jit

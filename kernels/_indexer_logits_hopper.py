@@ -35,10 +35,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ._common import capability, num_sms
 from ._hopper import blocks_of, group_barrier, tma_load
 from ._hopper_runs import (
-    LOAD_COST,
+    MEMORY_COST,
     NUMBERS,
     end_of_columns,
     find_run,
+    has_work,
     next_request,
     request_rows,
 )
@@ -77,9 +78,9 @@ def load_queries(batch, run, sources, smem, bars, ROWS: gl.constexpr, SLOTS: gl.
     ROW_BYTES: gl.constexpr = HEADS * (DIM + 4)
     slot = 0
     slot_phase = 1
-    more = run[0] < run[1]
+    more = has_work(run)
     while more:
-        _, _, _, start, stop, _, first, last, _ = run
+        _, _, start, stop, _, first, last, _ = run
         if last > first:
             for row in range(start, stop, ROWS):
                 rows = gl.minimum(stop - row, ROWS)
@@ -113,9 +114,9 @@ def load_keys(batch, run, table, sources, smem, bars, ROWS: gl.constexpr):
     lanes = gl.arange(0, AHEAD, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     stage = 0
     phase = 1
-    more = run[0] < run[1]
+    more = has_work(run)
     while more:
-        _, _, request, start, stop, seq_len, first, last, _ = run
+        _, request, start, stop, seq_len, first, last, _ = run
         if last > first:
             table_row = blocks_of(request, table)
             last_column = end_of_columns(last, seq_len, batch)
@@ -205,9 +206,9 @@ def score(batch, run, table, logits, smem, bars, ROWS: gl.constexpr, SLOTS: gl.c
     count = 0  # tiles of the group
     slot = 0
     slot_phase = 0
-    more = run[0] < run[1]
+    more = has_work(run)
     while more:
-        _, _, request, start, stop, seq_len, first, last, _ = run
+        _, request, start, stop, seq_len, first, last, _ = run
         if last > first:
             columns = end_of_columns(last, seq_len, batch)
             table_row = blocks_of(request, table)
@@ -320,7 +321,7 @@ def indexer_logits_hopper_kernel(
     keys_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     keys_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     COUNT: gl.constexpr = gl.int64 if WIDE else gl.int32
-    ends_smem = gl.allocate_shared_memory(COUNT, [REQUESTS, 1], NUMBERS)
+    ends_smem = gl.allocate_shared_memory(COUNT, [2 * REQUESTS, 1], NUMBERS)
     for i in gl.static_range(SLOTS):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=GROUPS)
@@ -406,7 +407,7 @@ def score_keys(
     num_tokens, num_heads, _ = q.shape
     num_reqs = seq_lens.shape[0]
     # What the work can come to, whatever the starts of the requests are.
-    most = (num_tokens + LOAD_COST.value) * (num_reqs + 1) * (-(-max_seq_len // TILE.value) + 1)
+    most = (2 * num_tokens + MEMORY_COST.value) * (num_reqs + 1) * (-(-max_seq_len // TILE.value) + 1)
     few = num_reqs >= MIN_REQUESTS_AHEAD and num_tokens <= FEW_ROWS * num_reqs
     indexer_logits_hopper_kernel[(num_sms(q.device),)](
         *_descriptors(q, weights, k_cache),
