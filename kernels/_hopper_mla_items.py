@@ -75,20 +75,27 @@ def load_index(topk_row, stride, columns, end):
 
 @gluon.jit
 def load_block(index, table_row, table, BLOCK_SIZE: gl.constexpr):
-    """The block of each key, -1 where there is none, and the offset in it."""
-    stride, max_blocks, num_blocks = table[2]
+    """The block of each key as the table has it, and the offset in it.
+
+    A look at a block waits for it: ``in_cache`` is for when it is needed, a tile later.
+    """
+    stride, max_blocks, _num_blocks = table[2]
     column = index // BLOCK_SIZE
     known = (index >= 0) & (column < max_blocks)
     block = gl.load(table_row + column.to(gl.int64) * stride, mask=known, other=-1)
-    return gl.where(block < num_blocks, block, -1), index % BLOCK_SIZE
+    return block, index % BLOCK_SIZE
 
 
 @gluon.jit
-def _places(block, offset, cache):
-    return (
-        cache[0] + (block.to(gl.int64) * cache[1] + offset.to(gl.int64) * cache[2]),
-        block >= 0,
-    )
+def in_cache(block, table):
+    return (block >= 0) & (block < table[2][2])
+
+
+@gluon.jit
+def _places(block, offset, cache, table):
+    """Where keys are, and which of them there are."""
+    start = block.to(gl.int64) * cache[1]
+    return cache[0] + (start + offset.to(gl.int64) * cache[2]), in_cache(block, table)
 
 
 @gluon.jit
@@ -181,13 +188,13 @@ def copy_queries(token, group, queries, smem):
 
 @gluon.jit
 def _start_item(item, batch, table, lanes, BLOCK_SIZE: gl.constexpr, SCAN: gl.constexpr):
-    """The bounds of an item, the blocks of its first tile, and the indices of its second: the
-    indices are two tiles ahead of the copies, the blocks one."""
+    """The bounds of an item, the blocks of its first ``lanes``, and the indices of the next ones:
+    the indices are two steps ahead of the copies, the blocks one."""
     _group, _part, token, first, limit = place(item, batch)
     topk_row = topk_row_of(token, batch)
     # Before the end is known: there is no index between it and the limit.
     index = load_index(topk_row, batch[0][2], first + lanes, limit)
-    index_after = load_index(topk_row, batch[0][2], first + 64 + lanes, limit)
+    index_after = load_index(topk_row, batch[0][2], first + lanes.shape[0] + lanes, limit)
     request, end = bounds(token, first, limit, batch, SCAN)
     table_row = blocks_of(request, table)
     index = gl.where(request >= 0, index, -1)
@@ -199,19 +206,19 @@ def _start_item(item, batch, table, lanes, BLOCK_SIZE: gl.constexpr, SCAN: gl.co
 # fmt: off
 @gluon.jit
 def _copy_keys(
-    items, batch, table, cache, k_smem, r_smem, k_full, k_empty,
+    items, batch, table, cache, k_smem, r_smem, there_smem, k_full, k_empty,
     BLOCK_SIZE: gl.constexpr, SCAN: gl.constexpr,
 ):
     # fmt: on
-    """The keys of every tile."""
-    # A warp copies 128 bytes of four keys at once: a thread has four keys to find in all.
+    """The keys of every tile, 32 at a time: the first ones are soon found."""
+    # A warp copies 128 bytes of four keys at once: a thread has two keys to find at a time.
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     dims = gl.arange(0, 512, layout=gl.SliceLayout(0, LAYOUT))
     rope_dims = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
     # Four chunks in a row are laid out as one tile of 512 dims. Copied one by one, each would wait
     # at a barrier of the group.
-    latents = reinterpret(k_smem, k_smem.dtype, [2, 64, 512], gl.NVMMASharedLayout(128, 16, 2))
-    lanes = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
+    k_latents = reinterpret(k_smem, k_smem.dtype, [2, 64, 512], gl.NVMMASharedLayout(128, 16, 2))
+    lanes = gl.arange(0, 32, layout=gl.SliceLayout(1, LAYOUT))
 
     item = gl.program_id(0)
     tile = 0
@@ -219,18 +226,27 @@ def _copy_keys(
         first, end, topk_row, table_row, index, block, offset = _start_item(
             item, batch, table, lanes, BLOCK_SIZE, SCAN
         )
+        next_block, next_offset = load_block(index, table_row, table, BLOCK_SIZE)
+        index = load_index(topk_row, batch[0][2], first + 64 + lanes, end)
         for start in range(first, end, 64):
-            keys, valid = _places(block, offset, cache)
-            keys = gl.expand_dims(keys, 1)
-            mask = gl.expand_dims(valid, 1)
-            block, offset = load_block(index, table_row, table, BLOCK_SIZE)
-            index = load_index(topk_row, batch[0][2], start + 128 + lanes, end)
-
             stage = tile & 1
-            mbarrier.wait(k_empty.index(stage), ((tile >> 1) & 1) ^ 1)
-            async_load(r_smem.index(stage), keys + gl.expand_dims(512 + rope_dims, 0), mask=mask)
-            async_load(latents.index(stage), keys + gl.expand_dims(dims, 0), mask=mask)
-            async_copy.mbarrier_arrive(k_full.index(stage), increment_count=False)
+            for half in gl.static_range(2):
+                keys, valid = _places(block, offset, cache, table)
+                keys = gl.expand_dims(keys, 1)
+                mask = gl.expand_dims(valid, 1)
+                block, offset = next_block, next_offset
+                next_block, next_offset = load_block(index, table_row, table, BLOCK_SIZE)
+                index = load_index(topk_row, batch[0][2], start + 32 * half + 96 + lanes, end)
+
+                if half == 0:
+                    mbarrier.wait(k_empty.index(stage), ((tile >> 1) & 1) ^ 1)
+                rope = r_smem.index(stage).slice(32 * half, 32)
+                async_load(rope, keys + gl.expand_dims(512 + rope_dims, 0), mask=mask)
+                latents = k_latents.index(stage).slice(32 * half, 32)
+                async_load(latents, keys + gl.expand_dims(dims, 0), mask=mask)
+                async_copy.mbarrier_arrive(k_full.index(stage), increment_count=False)
+                there_smem.index(stage).slice(32 * half, 32).store(valid.to(gl.int8))
+            mbarrier.arrive(k_full.index(stage), count=1)
             tile += 1
         item += gl.num_programs(0)
 
@@ -238,7 +254,7 @@ def _copy_keys(
 # fmt: off
 @gluon.jit
 def _copy_fp8(
-    items, batch, table, cache, k_smem, r_smem, k_full, k_empty,
+    items, batch, table, cache, k_smem, r_smem, there_smem, k_full, k_empty,
     BLOCK_SIZE: gl.constexpr, SCAN: gl.constexpr,
 ):
     # fmt: on
@@ -256,7 +272,7 @@ def _copy_fp8(
         first, end, topk_row, table_row, index, block, offset = _start_item(
             item, batch, table, lanes, BLOCK_SIZE, SCAN
         )
-        keys, valid = _places(block, offset, cache)
+        keys, valid = _places(block, offset, cache, table)
         codes0, scales0 = _load_codes(keys, valid, 0, words)
         codes1, scales1 = _load_codes(keys, valid, 1, words)
         block, offset = load_block(index, table_row, table, BLOCK_SIZE)
@@ -264,6 +280,7 @@ def _copy_fp8(
             index = load_index(topk_row, batch[0][2], start + 128 + lanes, end)
             stage = tile & 1
             mbarrier.wait(k_empty.index(stage), ((tile >> 1) & 1) ^ 1)
+            there_smem.index(stage).store(valid.to(gl.int8))
             rope = gl.convert_layout(keys + 528, gl.SliceLayout(1, LAYOUT), True)
             rope = gl.expand_dims(rope.to(gl.pointer_type(r_smem.dtype)), 1)
             mask = gl.expand_dims(gl.convert_layout(valid, gl.SliceLayout(1, LAYOUT), True), 1)
@@ -274,16 +291,17 @@ def _copy_fp8(
             codes3, scales3 = _load_codes(keys, valid, 3, words)
             _store_keys(k_smem.index(stage * 4 + 1), codes1, scales1)
 
-            keys, valid = _places(block, offset, cache)
+            keys, valid = _places(block, offset, cache, table)
             block, offset = load_block(index, table_row, table, BLOCK_SIZE)
-            codes0, scales0 = _load_codes(keys, valid, 0, words)
             _store_keys(k_smem.index(stage * 4 + 2), codes2, scales2)
-            codes1, scales1 = _load_codes(keys, valid, 1, words)
             _store_keys(k_smem.index(stage * 4 + 3), codes3, scales3)
             async_copy.wait_group(0)
+            # It waits for loads that are under way: the next ones come after it.
             fence_async_shared()
             mbarrier.arrive(k_full.index(stage), count=1)
-            after, there = _places(block, offset, cache)
+            codes0, scales0 = _load_codes(keys, valid, 0, words)
+            codes1, scales1 = _load_codes(keys, valid, 1, words)
+            after, there = _places(block, offset, cache, table)
             _prefetch(after, there)
             tile += 1
         item += gl.num_programs(0)
@@ -292,17 +310,17 @@ def _copy_fp8(
 # fmt: off
 @gluon.jit
 def copy_tiles(
-    items, batch, table, cache, k_smem, r_smem, k_full, k_empty,
+    items, batch, table, cache, k_smem, r_smem, there_smem, k_full, k_empty,
     BLOCK_SIZE: gl.constexpr, SCAN: gl.constexpr, FP8: gl.constexpr,
 ):
     if FP8:
         _copy_fp8(
-            items, batch, table, cache, k_smem, r_smem, k_full, k_empty,
+            items, batch, table, cache, k_smem, r_smem, there_smem, k_full, k_empty,
             BLOCK_SIZE, SCAN,
         )
     else:
         _copy_keys(
-            items, batch, table, cache, k_smem, r_smem, k_full, k_empty,
+            items, batch, table, cache, k_smem, r_smem, there_smem, k_full, k_empty,
             BLOCK_SIZE, SCAN,
         )
     # fmt: on

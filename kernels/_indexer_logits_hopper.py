@@ -407,7 +407,8 @@ def score_keys(
     num_tokens, num_heads, _ = q.shape
     num_reqs = seq_lens.shape[0]
     # What the work can come to, whatever the starts of the requests are.
-    most = (2 * num_tokens + MEMORY_COST.value) * (num_reqs + 1) * (-(-max_seq_len // TILE.value) + 1)
+    tiles = (num_reqs + 1) * (-(-max_seq_len // TILE.value) + 1)
+    most = (2 * num_tokens + MEMORY_COST.value) * tiles
     few = num_reqs >= MIN_REQUESTS_AHEAD and num_tokens <= FEW_ROWS * num_reqs
     indexer_logits_hopper_kernel[(num_sms(q.device),)](
         *_descriptors(q, weights, k_cache),

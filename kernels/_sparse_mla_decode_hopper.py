@@ -39,35 +39,57 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from ._hopper import blocks_of, reinterpret
+from ._hopper import reinterpret
 from ._hopper_mla_items import (
     MAX_ALONE,
     bounds,
     copy_queries,
     copy_tiles,
     heads_of_rows,
-    load_block,
-    load_index,
     place,
-    topk_row_of,
 )
 
 LATENT_DIM = 512
 ROPE_DIM = 64
 BLOCK_H = 64
 BLOCK_K = 64
-MIN_HEADS_OF_FP8 = 17  # the portable kernel is faster for fewer: decoding is shared by few
 # Of 64 heads a program. H200, topk 2048: whole lines cost 0.7 to 1 us at 1 token, and save 0.2 to
 # 0.7 us at 8 to 32 tokens and 4 to 16 us at 64 to 256 (nothing at 64 tokens of 64 heads).
 MIN_TOKENS_OF_LINES = 8
 _LN_2 = gl.constexpr(math.log(2))
 
 
+@gluon.jit
+def sum_lanes(weights):
+    """Sums over the keys of each lane of a quad, without an exchange: [64, 4] of [64, 32]."""
+    return gl.sum(gl.sum(gl.reshape(weights, [64, 4, 4, 2]), axis=3), axis=1)
+
+
+@gluon.jit
+def weigh_halves(exponents, smem, left_full):
+    """Store the weights of a tile, the first 32 keys for others to begin with; ``sum_lanes``."""
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
+    left, right = gl.split(gl.permute(gl.reshape(exponents, [64, 2, 32]), (0, 2, 1)))
+    left = gl.exp2(gl.convert_layout(left, MMA, True))
+    smem.slice(0, 32, dim=1).store(left.to(smem.dtype))
+    fence_async_shared()
+    mbarrier.arrive(left_full, count=1)
+    right = gl.exp2(gl.convert_layout(right, MMA, True))
+    smem.slice(32, 32, dim=1).store(right.to(smem.dtype))
+    return sum_lanes(left) + sum_lanes(right)
+
+
+@gluon.jit
+def factor_of(total):
+    """NaN counts as a sum: only a head that met no key has a total of 0."""
+    return 1.0 / gl.where(total == 0.0, 1.0, total)
+
+
 # fmt: off
 @gluon.jit
 def _score(
-    items, batch, table, queries, lse_ptr, scale_log2, q_smem, k_smem, r_smem, decay_smem,
-    factor_smem, k_full, p_full, BLOCK_SIZE: gl.constexpr, SCAN: gl.constexpr,
+    items, batch, queries, lse_ptr, scale_log2, q_smem, k_smem, r_smem, there_smem, decay_smem,
+    factor_smem, k_full, d_full, p_full, SPLIT: gl.constexpr, SCAN: gl.constexpr,
 ):
     # fmt: on
     """The queries of every item; scores, running softmax and weights; the lse."""
@@ -75,8 +97,10 @@ def _score(
     HEADS: gl.constexpr = gl.SliceLayout(1, MMA)
     KEYS: gl.constexpr = gl.SliceLayout(0, MMA)
     heads = queries[3]
-    lanes = gl.arange(0, 64, layout=gl.BlockedLayout([1], [32], [4], [0]))
     zero = gl.full([64, 64], 0.0, gl.float32, layout=MMA)
+    scale = gl.full([64, 64], scale_log2, gl.float32, layout=MMA)
+    HALF_MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
+    no_totals = sum_lanes(gl.full([64, 32], 0.0, gl.float32, layout=HALF_MMA))
 
     item = gl.program_id(0)
     tile = 0
@@ -84,20 +108,12 @@ def _score(
         group, part, token, first, limit = place(item, batch)
         # The dots of the item before are done. Whether the token has a request is not known yet.
         copy_queries(token, group, queries, q_smem)
-        request, end = bounds(token, first, limit, batch, SCAN)
-        topk_row = topk_row_of(token, batch)
-        table_row = blocks_of(request, table)
-        index = load_index(topk_row, batch[0][2], first + lanes, end)
-        block, _ = load_block(index, table_row, table, BLOCK_SIZE)
-        index = load_index(topk_row, batch[0][2], first + 64 + lanes, end)
+        _request, end = bounds(token, first, limit, batch, SCAN)
         highest = gl.full([64], float("-inf"), gl.float32, layout=HEADS)
         total = gl.full([64], 0.0, gl.float32, layout=HEADS)
+        totals = no_totals
         async_copy.wait_group(0)
         for start in range(first, end, 64):
-            valid = gl.convert_layout(block, KEYS) >= 0
-            block, _ = load_block(index, table_row, table, BLOCK_SIZE)
-            index = load_index(topk_row, batch[0][2], start + 128 + lanes, end)
-
             stage = tile & 1
             mbarrier.wait(k_full.index(stage), (tile >> 1) & 1)
             fence_async_shared()
@@ -107,22 +123,33 @@ def _score(
             for c in gl.static_range(4):
                 keys = k_smem.index(stage * 4 + c).permute((1, 0))
                 dots = warpgroup_mma(q_smem[0].index(c), keys, dots, is_async=True)
+            there = gl.expand_dims(there_smem.index(stage).load(KEYS) != 0, 0)
             dots = warpgroup_mma_wait(0, deps=[dots])
 
-            scores = gl.where(gl.expand_dims(valid, 0), dots * scale_log2, float("-inf"))
-            new_highest = gl.maximum(highest, gl.max(scores, axis=1))
+            dots = gl.where(there, dots, float("-inf"))
+            new_highest = gl.maximum(highest, gl.max(dots, axis=1) * scale_log2)
             # -inf - (-inf) is NaN: heads that have met no key subtract 0.
             shift = gl.where(new_highest == float("-inf"), 0.0, new_highest)
-            weights = gl.exp2(scores - gl.expand_dims(shift, 1))
             decay = gl.exp2(highest - shift)
             highest = new_highest
-            total = total * decay + gl.sum(weights, axis=1)
-            r_smem.index(stage).store(weights.to(r_smem.dtype))
             decay_smem.index(stage).store(decay)
-            # NaN counts as a sum: only a head that met no key has a total of 0.
-            factor_smem.index(stage).store(1.0 / gl.where(total == 0.0, 1.0, total))
+            exponents = gl.fma(dots, scale, gl.expand_dims(-shift, 1))
+            if SPLIT:
+                # A part is a tile or two: each may be its last, and goes out in one.
+                weights = gl.exp2(exponents)
+                total = total * decay + gl.sum(weights, axis=1)
+                factor_smem.index(stage).store(factor_of(total))
+                r_smem.index(stage).store(weights.to(r_smem.dtype))
+            else:
+                mbarrier.arrive(d_full.index(stage), count=1)
+                sums = weigh_halves(exponents, r_smem.index(stage), p_full.index(2 * stage))
+                decay = gl.convert_layout(decay, gl.SliceLayout(1, totals.type.layout), True)
+                totals = gl.fma(totals, gl.expand_dims(decay, 1) + no_totals, sums)
+                if start + 64 >= end:
+                    total = gl.convert_layout(gl.sum(totals, axis=1), HEADS, True)
+                    factor_smem.index(stage).store(factor_of(total))
             fence_async_shared()
-            mbarrier.arrive(p_full.index(stage), count=1)
+            mbarrier.arrive(p_full.index(2 * stage + 1), count=1)
             tile += 1
         empty = total == 0.0
         lse = (highest + gl.log2(gl.where(empty, 1.0, total))) * _LN_2
@@ -160,7 +187,7 @@ def _store_lines(tile, rows_of_tile, group, part, out_ptr, heads, FIRST: gl.cons
 # fmt: off
 @gluon.jit
 def _value(
-    items, batch, out_ptr, heads, k_smem, r_smem, decay_smem, factor_smem, p_full, k_empty,
+    items, batch, out_ptr, heads, k_smem, r_smem, decay_smem, factor_smem, d_full, p_full, k_empty,
     HALF: gl.constexpr, SPLIT: gl.constexpr, SCAN: gl.constexpr, WHOLE_LINES: gl.constexpr,
 ):
     # fmt: on
@@ -182,14 +209,25 @@ def _value(
         factor = gl.full([64], 1.0, gl.float32, layout=HEADS)
         for start in range(first, end, 64):
             stage = tile & 1
-            mbarrier.wait(p_full.index(stage), (tile >> 1) & 1)
-            fence_async_shared()
+            phase = (tile >> 1) & 1
+            if SPLIT:
+                mbarrier.wait(p_full.index(2 * stage + 1), phase)
+                fence_async_shared()
+            else:
+                # While the weights are made.
+                mbarrier.wait(d_full.index(stage), phase)
             decay = gl.expand_dims(decay_smem.index(stage).load(HEADS), 1)
-            weights = r_smem.index(stage)
-            values = k_smem.index(stage * 4 + 2 * HALF)
-            left = warpgroup_mma(weights, values, left * decay, is_async=True)
-            values = k_smem.index(stage * 4 + 2 * HALF + 1)
-            right = warpgroup_mma(weights, values, right * decay, is_async=True)
+            left *= decay
+            right *= decay
+            for keys in gl.static_range(0, 64, 32):
+                if not SPLIT:
+                    mbarrier.wait(p_full.index(2 * stage + keys // 32), phase)
+                    fence_async_shared()
+                weights = r_smem.index(stage).slice(keys, 32, dim=1)
+                values = k_smem.index(stage * 4 + 2 * HALF).slice(keys, 32)
+                left = warpgroup_mma(weights, values, left, is_async=True)
+                values = k_smem.index(stage * 4 + 2 * HALF + 1).slice(keys, 32)
+                right = warpgroup_mma(weights, values, right, is_async=True)
             factor = factor_smem.index(stage).load(HEADS)
             left, right = warpgroup_mma_wait(0, deps=[left, right])
             # The buffer of the last tile is kept for the stores.
@@ -242,16 +280,21 @@ def sparse_mla_decode_hopper_kernel(
     q_rope_smem = gl.allocate_shared_memory(dtype, [64, 64], SWIZZLE)
     k_smem = gl.allocate_shared_memory(dtype, [8, 64, 128], SWIZZLE)
     r_smem = gl.allocate_shared_memory(dtype, [2, 64, 64], SWIZZLE)
+    there_smem = gl.allocate_shared_memory(gl.int8, [2, 64], FLAT)
     decay_smem = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT)
     factor_smem = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT)
     k_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    p_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    d_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    p_full = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2):
-        # Every thread that copies arrives when its copies have.
-        mbarrier.init(k_full.index(i), count=1 if FP8 else 128)
+        # Every thread that copies arrives twice, when its copies have; all of them, for what they
+        # store, once.
+        mbarrier.init(k_full.index(i), count=1 if FP8 else 257)
         mbarrier.init(k_empty.index(i), count=2)
-        mbarrier.init(p_full.index(i), count=1)
+        mbarrier.init(d_full.index(i), count=1)
+        mbarrier.init(p_full.index(2 * i), count=1)
+        mbarrier.init(p_full.index(2 * i + 1), count=1)
 
     q_all = (q_smem, q_rope_smem)
     batch = (
@@ -265,26 +308,31 @@ def sparse_mla_decode_hopper_kernel(
     queries = (q_ptr, q_token_stride, q_head_stride, heads)
     gl.warp_specialize(
         [
-            (_score, (items, batch, table, queries, lse_ptr, scale_log2, q_all, k_smem, r_smem,
-                      decay_smem, factor_smem, k_full, p_full, BLOCK_SIZE, SCAN)),
+            (_score, (items, batch, queries, lse_ptr, scale_log2, q_all, k_smem, r_smem,
+                      there_smem, decay_smem, factor_smem, k_full, d_full, p_full, SPLIT, SCAN)),
             (_value, (items, batch, out_ptr, heads, k_smem, r_smem, decay_smem, factor_smem,
-                      p_full, k_empty, 0, SPLIT, SCAN, WHOLE_LINES)),
+                      d_full, p_full, k_empty, 0, SPLIT, SCAN, WHOLE_LINES)),
             (_value, (items, batch, out_ptr, heads, k_smem, r_smem, decay_smem, factor_smem,
-                      p_full, k_empty, 1, SPLIT, SCAN, WHOLE_LINES)),
-            (copy_tiles, (items, batch, table, cache, k_smem, r_smem, k_full, k_empty,
-                          BLOCK_SIZE, SCAN, FP8)),
+                      d_full, p_full, k_empty, 1, SPLIT, SCAN, WHOLE_LINES)),
+            (copy_tiles, (items, batch, table, cache, k_smem, r_smem, there_smem, k_full,
+                          k_empty, BLOCK_SIZE, SCAN, FP8)),
         ],
         [4, 4, 4],
         [VALUE_REGS, VALUE_REGS, COPY_REGS],
     )  # fmt: skip
 
 
-def supports(q: Tensor, kv_cache: Tensor, latent_dim: int) -> bool:
-    """Whether the kernel takes these; otherwise ``sparse_mla_decode_kernel`` has to."""
+def supports(q: Tensor, kv_cache: Tensor, scale: float, latent_dim: int) -> bool:
+    """Whether the kernel takes these; otherwise ``sparse_mla_decode_kernel`` has to.
+
+    The largest dot has to be the largest score, so that ``scale`` must be positive.
+    """
+    if not scale > 0:
+        return False
     if q.dtype not in (torch.bfloat16, torch.float16) or q.shape[2] != LATENT_DIM + ROPE_DIM:
         return False
     fp8 = kv_cache.dtype == torch.uint8
-    if fp8 and (q.dtype != torch.bfloat16 or q.shape[1] < MIN_HEADS_OF_FP8):
+    if fp8 and q.dtype != torch.bfloat16:
         return False
     # Strides and addresses that Triton knows to be multiples of 16: copies are 16 bytes wide.
     strides = (q.stride(0), q.stride(1), kv_cache.stride(0), kv_cache.stride(1))
@@ -326,7 +374,7 @@ def launch(
     items = num_tokens * num_splits * groups
     programs = min(items, num_programs)
     fp8 = kv_cache.dtype == torch.uint8
-    value_regs, copy_regs = (160, 104) if fp8 else (160, 88)
+    value_regs, copy_regs = (160, 120) if fp8 else (160, 88)
     sparse_mla_decode_hopper_kernel[(programs,)](
         q, kv_cache, topk_indices, block_table, query_start_loc,
         out, lse,

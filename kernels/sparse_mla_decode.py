@@ -272,7 +272,7 @@ def launch(
 
     fp8 = kv_cache.dtype == torch.uint8
     arch = capability(q.device)
-    if arch == 90 and not INTERPRETED and hopper.supports(q, kv_cache, latent_dim):
+    if arch == 90 and not INTERPRETED and hopper.supports(q, kv_cache, scale, latent_dim):
         block_h, block_k = hopper.BLOCK_H, hopper.BLOCK_K
         config = None
     else:

@@ -506,6 +506,28 @@ def test_sparse_mla_on_the_card_of_one_token(fp8: bool, num_heads: int, kernel: 
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("num_splits", [1, 8])
+@pytest.mark.parametrize("scale", [1.0, 1e-9, 0.0, -0.04, -1.0])
+@pytest.mark.parametrize("fp8", [False, True], ids=["cache of q", "fp8"])
+def test_sparse_mla_on_the_card_of_any_scale(
+    fp8: bool, scale: float, num_splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        sparse_mla_decode, "_splits", lambda *sizes: (num_splits, 2048 // num_splits)
+    )
+    assert_equals_reference64(model_inputs(5, 7, 64, fp8=fp8) | {"scale": scale})
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.04, math.nan])
+def test_sparse_mla_on_hopper_takes_positive_scales_alone(scale: float) -> None:
+    """Its largest score is that of the largest dot."""
+    q = torch.empty(2, 64, 576, dtype=torch.bfloat16, device="meta")
+    kv_cache = torch.empty(8, 64, 576, dtype=torch.bfloat16, device="meta")
+    assert _sparse_mla_decode_hopper.supports(q, kv_cache, 0.04, 512)
+    assert not _sparse_mla_decode_hopper.supports(q, kv_cache, scale, 512)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("num_splits", [1, 8, 32])
 @pytest.mark.parametrize("num_heads", [8, 24, 65, 100, 128])
 @pytest.mark.parametrize("fp8", [False, True], ids=["cache of q", "fp8"])
@@ -513,8 +535,6 @@ def test_sparse_mla_on_the_card_of_each_number_of_heads_a_program(
     fp8: bool, num_heads: int, num_splits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which program has a head, and how it stores the sums, changes no bit of the result."""
-    if fp8 and num_heads < _sparse_mla_decode_hopper.MIN_HEADS_OF_FP8:
-        pytest.skip("left to the portable kernel")
     monkeypatch.setattr(
         sparse_mla_decode, "_splits", lambda *sizes: (num_splits, 2048 // num_splits)
     )
