@@ -66,23 +66,22 @@ def sum_lanes(weights):
 
 
 @gluon.jit
-def weigh_halves(exponents, smem, left_full):
-    """Store the weights of a tile, the first 32 keys for others to begin with; ``sum_lanes``."""
+def weigh(exponents, smem, left_full, SPLIT: gl.constexpr):
+    """Store the weights of a tile, and give those of its first 32 keys and of the others.
+
+    Not SPLIT: the first are handed over while the others are made. A part is a tile or two, where
+    that does not pay.
+    """
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
     left, right = gl.split(gl.permute(gl.reshape(exponents, [64, 2, 32]), (0, 2, 1)))
     left = gl.exp2(gl.convert_layout(left, MMA, True))
     smem.slice(0, 32, dim=1).store(left.to(smem.dtype))
-    fence_async_shared()
-    mbarrier.arrive(left_full, count=1)
+    if not SPLIT:
+        fence_async_shared()
+        mbarrier.arrive(left_full, count=1)
     right = gl.exp2(gl.convert_layout(right, MMA, True))
     smem.slice(32, 32, dim=1).store(right.to(smem.dtype))
-    return sum_lanes(left) + sum_lanes(right)
-
-
-@gluon.jit
-def factor_of(total):
-    """NaN counts as a sum: only a head that met no key has a total of 0."""
-    return 1.0 / gl.where(total == 0.0, 1.0, total)
+    return left, right
 
 
 # fmt: off
@@ -133,21 +132,18 @@ def _score(
             decay = gl.exp2(highest - shift)
             highest = new_highest
             decay_smem.index(stage).store(decay)
+            mbarrier.arrive(d_full.index(stage), count=1)
             exponents = gl.fma(dots, scale, gl.expand_dims(-shift, 1))
-            if SPLIT:
-                # A part is a tile or two: each may be its last, and goes out in one.
-                weights = gl.exp2(exponents)
-                total = total * decay + gl.sum(weights, axis=1)
-                factor_smem.index(stage).store(factor_of(total))
-                r_smem.index(stage).store(weights.to(r_smem.dtype))
-            else:
-                mbarrier.arrive(d_full.index(stage), count=1)
-                sums = weigh_halves(exponents, r_smem.index(stage), p_full.index(2 * stage))
-                decay = gl.convert_layout(decay, gl.SliceLayout(1, totals.type.layout), True)
-                totals = gl.fma(totals, gl.expand_dims(decay, 1) + no_totals, sums)
-                if start + 64 >= end:
-                    total = gl.convert_layout(gl.sum(totals, axis=1), HEADS, True)
-                    factor_smem.index(stage).store(factor_of(total))
+            left, right = weigh(exponents, r_smem.index(stage), p_full.index(2 * stage), SPLIT)
+            decay = gl.convert_layout(decay, gl.SliceLayout(1, totals.type.layout), True)
+            decay = gl.expand_dims(decay, 1) + no_totals
+            totals = gl.fma(totals, decay, sum_lanes(left) + sum_lanes(right))
+            # A part is a tile or two: each may be its last.
+            is_last = True if SPLIT else start + 64 >= end
+            if is_last:
+                total = gl.convert_layout(gl.sum(totals, axis=1), HEADS, True)
+                # NaN counts as a sum: only a head that met no key has a total of 0.
+                factor_smem.index(stage).store(1.0 / gl.where(total == 0.0, 1.0, total))
             fence_async_shared()
             mbarrier.arrive(p_full.index(2 * stage + 1), count=1)
             tile += 1
@@ -210,18 +206,14 @@ def _value(
         for start in range(first, end, 64):
             stage = tile & 1
             phase = (tile >> 1) & 1
-            if SPLIT:
-                mbarrier.wait(p_full.index(2 * stage + 1), phase)
-                fence_async_shared()
-            else:
-                # While the weights are made.
-                mbarrier.wait(d_full.index(stage), phase)
+            # While the weights are made.
+            mbarrier.wait(d_full.index(stage), phase)
             decay = gl.expand_dims(decay_smem.index(stage).load(HEADS), 1)
             left *= decay
             right *= decay
             for keys in gl.static_range(0, 64, 32):
-                if not SPLIT:
-                    mbarrier.wait(p_full.index(2 * stage + keys // 32), phase)
+                if keys == 0 or not SPLIT:
+                    mbarrier.wait(p_full.index(2 * stage + (1 if SPLIT else keys // 32)), phase)
                     fence_async_shared()
                 weights = r_smem.index(stage).slice(keys, 32, dim=1)
                 values = k_smem.index(stage * 4 + 2 * HALF).slice(keys, 32)
