@@ -7,15 +7,18 @@ is 512 bytes of codes, four fp32 scales, and from byte 528 on its rotary part in
 A program per SM walks over items, each 64 heads of one part of a query token, 64 keys at a time;
 while multiprocessors are free, 32 or 16 heads in tiles of the same size:
 
-    copy        the keys of a tile into one of two buffers, by cp.async; fp8 through registers
+    copy        the keys of a tile into one of two buffers, by cp.async; fp8 through registers; and
+                which of them there are
     score       the queries, by cp.async, before it is known whose they are; the dots of all 576
                 dims, the running softmax, and the weights of the tile
-    value 0, 1  the weighted sum of half the latents each
+    value 0, 1  the weighted sum of half the latents each: decayed while the weights are made, and
+                begun with those of the first 32 keys
 
 Through shared memory the weights take the place of the rotary keys, which only the scores need, so
 that they are double buffered as the keys are. A buffer is free once both halves are summed: while
 that of one tile is on its way, the other is scored and summed. Tiles behind the last index of a
 row are skipped. Each role finds the bounds of an item itself, and none waits for another's answer.
+A fence for the tensor cores waits for the loads under way, so that the next ones begin behind it.
 The sums go out straight from registers, or, where that is faster, in whole lines: through the part
 of the last buffer that only their half reads.
 
