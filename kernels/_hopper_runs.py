@@ -1,4 +1,4 @@
-"""How the logits on compute capability 9.0 are shared out: ``_runs`` in Gluon.
+"""How the logits on compute capability 9.0 are shared out: ``_runs`` in Gluon, with other costs.
 
 A run is what one program scores: tiles of ``TILE`` keys, one request after the other. A ``batch``
 is ``query_start_loc, seq_lens, num_tokens, num_reqs, max_seq_len, min_keys``, the first two as
@@ -12,7 +12,9 @@ from triton.experimental.gluon import language as gl
 from ._hopper import blocks_of, group_barrier, prefetch, reinterpret
 from ._hopper_weighing import BLOCK, TILE
 
-# What the keys of a tile cost: where the memory is what all wait for, and where it is not.
+# What the keys of a tile cost: where the memory is what all wait for, and where it is not. H200, 64
+# requests of 32K keys and 1, 4, 2, 3 tokens, us: 96 with 1, 108 with 0, 99 with 2, 106 with 4; of 1
+# and 2 tokens 79 with 4 or 6, 81 with 1.
 MEMORY_COST, L2_COST = gl.constexpr(4), gl.constexpr(1)
 
 NUMBERS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))  # one by one
@@ -37,16 +39,17 @@ def request_rows(request, batch):
 
 
 @gluon.jit
-def row_tiles(first_rows, COUNT: gl.constexpr):
-    """The tiles of the rows of requests, each row's counted, and the tiles."""
-    start, stop, _, tiles = first_rows
+def count_tiles(requests, COUNT: gl.constexpr):
+    """Of what ``request_rows`` gives: the tiles of all rows of a request, and its tiles."""
+    start, stop, _, tiles = requests
     tiles = tiles.to(COUNT)
     return tiles * gl.maximum(stop - start, 0), tiles
 
 
 @gluon.jit
 def keys_cost(row_tiles, tiles):
-    """What the keys of a tile cost in this batch: up to 1.6 rows a tile, memory takes longest."""
+    """What the keys of a tile cost in this batch: up to 1.625 rows a tile memory takes longest (1.5
+    do, 1.75 do not: H200, 64 requests of 32K keys)."""
     return gl.where(row_tiles < tiles + (tiles >> 1) + (tiles >> 3), MEMORY_COST, L2_COST)
 
 
@@ -74,7 +77,7 @@ def number(smem, index):
 
 @gluon.jit
 def find_run(first_rows, batch, table, ends_smem, MANY: gl.constexpr):
-    """As ``_runs.find_run``: ``begin, end, cost`` of the program's run, which is what the keys of a
+    """As ``_runs.find_run``: the run of the program, ``begin, end`` in work and what the keys of a
     tile cost; the request that it begins in, and ``rows_of`` that request. Work is counted in the
     dtype of ``ends_smem``. ``first_rows`` are those of the first requests, two a lane; MANY: there
     are more.
@@ -85,60 +88,67 @@ def find_run(first_rows, batch, table, ends_smem, MANY: gl.constexpr):
     FEW: gl.constexpr = REQUESTS <= 2 * 32
     COUNT: gl.constexpr = ends_smem.dtype
     block = gl.arange(0, REQUESTS, layout=first_rows[0].type.layout)
-    rows, tiles = row_tiles(first_rows, COUNT)
-    row_ends, tile_ends = gl.associative_scan((rows, tiles), 0, add_pairs)
+    row_tiles, tiles = count_tiles(first_rows, COUNT)
+    ends = gl.associative_scan((row_tiles, tiles), 0, add_pairs)
     if FEW:
         # These do not wait for the ends.
-        rows_seen = gl.sum(rows, axis=0)
-        tiles_seen = gl.sum(tiles, axis=0)
+        seen = (gl.sum(row_tiles, axis=0), gl.sum(tiles, axis=0))
     else:
         stored = reinterpret(ends_smem, COUNT, [2, REQUESTS], NUMBERS)
-        stored.index(0).store(row_ends)
-        stored.index(1).store(tile_ends)
-        rows_seen = number(ends_smem, REQUESTS - 1)
-        tiles_seen = number(ends_smem, 2 * REQUESTS - 1)
-    all_rows = rows_seen
-    all_tiles = tiles_seen
+        stored.index(0).store(ends[0])
+        stored.index(1).store(ends[1])
+        seen = (number(ends_smem, REQUESTS - 1), number(ends_smem, 2 * REQUESTS - 1))
+    all_row_tiles, all_tiles = seen
     if MANY:
         for first in range(REQUESTS, num_reqs, REQUESTS):
-            rows, tiles = row_tiles(request_rows(first + block, batch), COUNT)
-            all_rows += gl.sum(rows, axis=0)
+            row_tiles, tiles = count_tiles(request_rows(first + block, batch), COUNT)
+            all_row_tiles += gl.sum(row_tiles, axis=0)
             all_tiles += gl.sum(tiles, axis=0)
-    cost = keys_cost(all_rows, all_tiles)
-    total = work_of(all_rows, all_tiles, cost)
+    cost = keys_cost(all_row_tiles, all_tiles)
+    total = work_of(all_row_tiles, all_tiles, cost)
     share = total // gl.num_programs(0)
     rest = total - share * gl.num_programs(0)
     begin = share * gl.program_id(0) + gl.minimum(gl.program_id(0), rest)
-    end = begin + share + (gl.program_id(0) < rest).to(COUNT)
+    part = (begin, begin + share + (gl.program_id(0) < rest).to(COUNT), cost)
 
-    ends = work_of(row_ends, tile_ends, cost)
-    before = (ends <= begin) & (block < num_reqs)
-    request = gl.sum(before.to(gl.int32), axis=0)
-    if FEW:
-        passed = gl.max(gl.where(before, ends, 0), axis=0)
-    else:
-        last = gl.maximum(request - 1, 0)
-        rows_passed = number(ends_smem, last)
-        tiles_passed = number(ends_smem, REQUESTS + last)
-        passed = gl.where(request > 0, work_of(rows_passed, tiles_passed, cost), 0)
-    if MANY:
-        seen = work_of(rows_seen, tiles_seen, cost)
-        for first in range(REQUESTS, num_reqs, REQUESTS):
-            rows, tiles = row_tiles(request_rows(first + block, batch), COUNT)
-            work = work_of(rows, tiles, cost)
-            ends = seen + gl.associative_scan(work, 0, add)
-            before = (ends <= begin) & (first + block < num_reqs)
-            request += gl.sum(before.to(gl.int32), axis=0)
-            passed = gl.maximum(passed, gl.max(gl.where(before, ends, 0), axis=0))
-            seen += gl.sum(work, axis=0)
+    request, passed = find_request(begin, cost, ends, seen, batch, block, ends_smem, MANY)
     # What the partitions take over may be laid over numbers in shared memory that a slower warp has
     # yet to read, without a barrier between.
     group_barrier()
-    part = (begin, end, cost)
     start, stop, seq_len, first, last, passed = rows_of(request, passed, part, batch)
     # On its way into the L2 while the warps take up their roles.
     prefetch((blocks_of(request, table) + first * 2).to(gl.int64), first < last)
     return part, request, start, stop, seq_len, first, last, passed
+
+
+@gluon.jit
+def find_request(begin, cost, ends, seen, batch, block, ends_smem, MANY: gl.constexpr):
+    """The request in which the work ``begin`` lies, and the work before it. ``ends`` and ``seen``
+    are the counts up to each of the first requests, and of them all."""
+    num_reqs = batch[3]
+    REQUESTS: gl.constexpr = block.shape[0]
+    FEW: gl.constexpr = REQUESTS <= 2 * 32
+    COUNT: gl.constexpr = ends_smem.dtype
+    work_ends = work_of(ends[0], ends[1], cost)
+    before = (work_ends <= begin) & (block < num_reqs)
+    request = gl.sum(before.to(gl.int32), axis=0)
+    if FEW:
+        passed = gl.max(gl.where(before, work_ends, 0), axis=0)
+    else:
+        previous = gl.maximum(request - 1, 0)
+        end = work_of(number(ends_smem, previous), number(ends_smem, REQUESTS + previous), cost)
+        passed = gl.where(request > 0, end, 0)
+    if MANY:
+        seen_work = work_of(seen[0], seen[1], cost)
+        for first in range(REQUESTS, num_reqs, REQUESTS):
+            row_tiles, tiles = count_tiles(request_rows(first + block, batch), COUNT)
+            work = work_of(row_tiles, tiles, cost)
+            work_ends = seen_work + gl.associative_scan(work, 0, add)
+            before = (work_ends <= begin) & (first + block < num_reqs)
+            request += gl.sum(before.to(gl.int32), axis=0)
+            passed = gl.maximum(passed, gl.max(gl.where(before, work_ends, 0), axis=0))
+            seen_work += gl.sum(work, axis=0)
+    return request, passed
 
 
 @gluon.jit

@@ -33,7 +33,6 @@ import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -43,14 +42,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from ._hopper import reinterpret
-from ._hopper_mla_items import (
-    MAX_ALONE,
-    bounds,
-    copy_queries,
-    copy_tiles,
-    heads_of_rows,
-    place,
-)
+from ._hopper_mla_copies import copy_tiles
+from ._hopper_mla_items import MAX_ALONE, bounds, out_ptrs, place
+from ._hopper_mla_scores import score
 
 LATENT_DIM = 512
 ROPE_DIM = 64
@@ -59,112 +53,10 @@ BLOCK_K = 64
 # Of 64 heads a program. H200, topk 2048: whole lines cost 0.7 to 1 us at 1 token, and save 0.2 to
 # 0.7 us at 8 to 32 tokens and 4 to 16 us at 64 to 256 (nothing at 64 tokens of 64 heads).
 MIN_TOKENS_OF_LINES = 8
-_LN_2 = gl.constexpr(math.log(2))
-
-
-@gluon.jit
-def sum_lanes(weights):
-    """Sums over the keys of each lane of a quad, without an exchange: [64, 4] of [64, 32]."""
-    return gl.sum(gl.sum(gl.reshape(weights, [64, 4, 4, 2]), axis=3), axis=1)
-
-
-@gluon.jit
-def weigh(exponents, smem, left_full, SPLIT: gl.constexpr):
-    """Store the weights of a tile, and give those of its first 32 keys and of the others.
-
-    Not SPLIT: the first are handed over while the others are made. A part is a tile or two, where
-    that does not pay.
-    """
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
-    left, right = gl.split(gl.permute(gl.reshape(exponents, [64, 2, 32]), (0, 2, 1)))
-    left = gl.exp2(gl.convert_layout(left, MMA, True))
-    smem.slice(0, 32, dim=1).store(left.to(smem.dtype))
-    if not SPLIT:
-        fence_async_shared()
-        mbarrier.arrive(left_full, count=1)
-    right = gl.exp2(gl.convert_layout(right, MMA, True))
-    smem.slice(32, 32, dim=1).store(right.to(smem.dtype))
-    return left, right
-
-
-# fmt: off
-@gluon.jit
-def _score(
-    items, batch, queries, lse_ptr, scale_log2, q_smem, k_smem, r_smem, there_smem, decay_smem,
-    factor_smem, k_full, d_full, p_full, SPLIT: gl.constexpr, SCAN: gl.constexpr,
-):
-    # fmt: on
-    """The queries of every item; scores, running softmax and weights; the lse."""
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    HEADS: gl.constexpr = gl.SliceLayout(1, MMA)
-    KEYS: gl.constexpr = gl.SliceLayout(0, MMA)
-    heads = queries[3]
-    zero = gl.full([64, 64], 0.0, gl.float32, layout=MMA)
-    scale = gl.full([64, 64], scale_log2, gl.float32, layout=MMA)
-    HALF_MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
-    no_totals = sum_lanes(gl.full([64, 32], 0.0, gl.float32, layout=HALF_MMA))
-
-    item = gl.program_id(0)
-    tile = 0
-    while item < items:
-        group, part, token, first, limit = place(item, batch)
-        # The dots of the item before are done. Whether the token has a request is not known yet.
-        copy_queries(token, group, queries, q_smem)
-        _request, end = bounds(token, first, limit, batch, SCAN)
-        highest = gl.full([64], float("-inf"), gl.float32, layout=HEADS)
-        total = gl.full([64], 0.0, gl.float32, layout=HEADS)
-        totals = no_totals
-        async_copy.wait_group(0)
-        for start in range(first, end, 64):
-            stage = tile & 1
-            mbarrier.wait(k_full.index(stage), (tile >> 1) & 1)
-            fence_async_shared()
-            dots = warpgroup_mma(
-                q_smem[1], r_smem.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
-            )
-            for c in gl.static_range(4):
-                keys = k_smem.index(stage * 4 + c).permute((1, 0))
-                dots = warpgroup_mma(q_smem[0].index(c), keys, dots, is_async=True)
-            there = gl.expand_dims(there_smem.index(stage).load(KEYS) != 0, 0)
-            dots = warpgroup_mma_wait(0, deps=[dots])
-
-            dots = gl.where(there, dots, float("-inf"))
-            new_highest = gl.maximum(highest, gl.max(dots, axis=1) * scale_log2)
-            # -inf - (-inf) is NaN: heads that have met no key subtract 0.
-            shift = gl.where(new_highest == float("-inf"), 0.0, new_highest)
-            decay = gl.exp2(highest - shift)
-            highest = new_highest
-            decay_smem.index(stage).store(decay)
-            mbarrier.arrive(d_full.index(stage), count=1)
-            exponents = gl.fma(dots, scale, gl.expand_dims(-shift, 1))
-            left, right = weigh(exponents, r_smem.index(stage), p_full.index(2 * stage), SPLIT)
-            decay = gl.convert_layout(decay, gl.SliceLayout(1, totals.type.layout), True)
-            decay = gl.expand_dims(decay, 1) + no_totals
-            totals = gl.fma(totals, decay, sum_lanes(left) + sum_lanes(right))
-            # A part is a tile or two: each may be its last.
-            is_last = True if SPLIT else start + 64 >= end
-            if is_last:
-                total = gl.convert_layout(gl.sum(totals, axis=1), HEADS, True)
-                # NaN counts as a sum: only a head that met no key has a total of 0.
-                factor_smem.index(stage).store(1.0 / gl.where(total == 0.0, 1.0, total))
-            fence_async_shared()
-            mbarrier.arrive(p_full.index(2 * stage + 1), count=1)
-            tile += 1
-        empty = total == 0.0
-        lse = (highest + gl.log2(gl.where(empty, 1.0, total))) * _LN_2
-        head, stored = heads_of_rows(group, gl.arange(0, 64, layout=HEADS), heads)
-        row_ptr = lse_ptr + part.to(gl.int64) * heads[0] + head
-        gl.store(row_ptr, gl.where(empty, float("-inf"), lse), mask=stored)
-        item += gl.num_programs(0)
-
-
-@gluon.jit
-def _out_ptrs(rows, latents, group, part, out_ptr, heads):
-    """Where the latents of some rows of a program go, and which of them there are."""
-    head, stored = heads_of_rows(group, rows, heads)
-    row = part.to(gl.int64) * heads[0] + head
-    ptrs = out_ptr + gl.expand_dims(row * 512, 1) + gl.expand_dims(latents, 0)
-    return ptrs, gl.expand_dims(stored, 1)
+# Registers of value and copy; score has what is left of 512. With 104 the copies of fp8 keys spill
+# more: H200, 256 tokens of 128 heads 494 us with 112, 458 with 120.
+REGISTERS, FP8_REGISTERS = (160, 88), (160, 120)
+_LOG2_E = math.log2(math.e)
 
 
 @gluon.jit
@@ -178,19 +70,19 @@ def _store_lines(tile, rows_of_tile, group, part, out_ptr, heads, FIRST: gl.cons
     tile.store(rows_of_tile)
     for r in gl.static_range(0, 64, 16):
         rows = r + gl.arange(0, 16, layout=gl.SliceLayout(1, LAYOUT))
-        ptrs, mask = _out_ptrs(rows, latents, group, part, out_ptr, heads)
+        ptrs, mask = out_ptrs(rows, latents, group, part, out_ptr, heads)
         values = tile.slice(r, 16, dim=0).load(LAYOUT)
         gl.store(ptrs, values.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-# fmt: off
 @gluon.jit
 def _value(
-    items, batch, out_ptr, heads, k_smem, r_smem, decay_smem, factor_smem, d_full, p_full, k_empty,
+    items, batch, out_ptr, heads, smem, bars,
     HALF: gl.constexpr, SPLIT: gl.constexpr, SCAN: gl.constexpr, WHOLE_LINES: gl.constexpr,
-):
-    # fmt: on
+):  # fmt: skip
     """256 latents of the weighted sum."""
+    k_smem, r_smem, decay_smem, factor_smem = smem
+    d_full, p_full, k_empty = bars
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     HEADS: gl.constexpr = gl.SliceLayout(1, MMA)
     FIRST: gl.constexpr = HALF * 256
@@ -240,7 +132,7 @@ def _value(
         elif not SPLIT or end > first:
             rows = gl.arange(0, 64, layout=HEADS)
             latents = FIRST + gl.arange(0, 128, layout=gl.SliceLayout(0, MMA))
-            ptrs, mask = _out_ptrs(rows, latents, group, part, out_ptr, heads)
+            ptrs, mask = out_ptrs(rows, latents, group, part, out_ptr, heads)
             scaled = left * factor
             gl.store(ptrs, scaled.to(dtype), mask=mask)
             scaled = right * factor
@@ -301,16 +193,20 @@ def sparse_mla_decode_hopper_kernel(
     cache = (kv_cache_ptr, kv_block_stride, kv_token_stride)
     heads = (num_heads, block_h)
     queries = (q_ptr, q_token_stride, q_head_stride, heads)
+    tiles = (k_smem, r_smem, there_smem)
+    value_smem, value_bars = (k_smem, r_smem, decay_smem, factor_smem), (d_full, p_full, k_empty)
+    score_smem = (q_all, k_smem, r_smem, there_smem, decay_smem, factor_smem)
     gl.warp_specialize(
         [
-            (_score, (items, batch, queries, lse_ptr, scale_log2, q_all, k_smem, r_smem,
-                      there_smem, decay_smem, factor_smem, k_full, d_full, p_full, SPLIT, SCAN)),
-            (_value, (items, batch, out_ptr, heads, k_smem, r_smem, decay_smem, factor_smem,
-                      d_full, p_full, k_empty, 0, SPLIT, SCAN, WHOLE_LINES)),
-            (_value, (items, batch, out_ptr, heads, k_smem, r_smem, decay_smem, factor_smem,
-                      d_full, p_full, k_empty, 1, SPLIT, SCAN, WHOLE_LINES)),
-            (copy_tiles, (items, batch, table, cache, k_smem, r_smem, there_smem, k_full,
-                          k_empty, BLOCK_SIZE, SCAN, FP8)),
+            (score, (items, batch, queries, lse_ptr, scale_log2,
+                     score_smem, (k_full, d_full, p_full),
+                     SPLIT, SCAN)),
+            (_value, (items, batch, out_ptr, heads, value_smem, value_bars,
+                      0, SPLIT, SCAN, WHOLE_LINES)),
+            (_value, (items, batch, out_ptr, heads, value_smem, value_bars,
+                      1, SPLIT, SCAN, WHOLE_LINES)),
+            (copy_tiles, (items, batch, table, cache, tiles, (k_full, k_empty),
+                          BLOCK_SIZE, SCAN, FP8)),
         ],
         [4, 4, 4],
         [VALUE_REGS, VALUE_REGS, COPY_REGS],
@@ -320,9 +216,11 @@ def sparse_mla_decode_hopper_kernel(
 def supports(q: Tensor, kv_cache: Tensor, scale: float, latent_dim: int) -> bool:
     """Whether the kernel takes these; otherwise ``sparse_mla_decode_kernel`` has to.
 
-    The largest dot has to be the largest score, so that ``scale`` must be positive.
+    The largest dot has to be the largest score, so that ``scale`` must be positive, in fp32 too.
+    Scores of more than 10**6 lose their fraction, as they would in fp32 anyhow, and from 10**8 on
+    the weights of all keys of a head may vanish.
     """
-    if not scale > 0:
+    if not scale * _LOG2_E >= torch.finfo(torch.float32).tiny:
         return False
     if q.dtype not in (torch.bfloat16, torch.float16) or q.shape[2] != LATENT_DIM + ROPE_DIM:
         return False
@@ -369,11 +267,11 @@ def launch(
     items = num_tokens * num_splits * groups
     programs = min(items, num_programs)
     fp8 = kv_cache.dtype == torch.uint8
-    value_regs, copy_regs = (160, 120) if fp8 else (160, 88)
+    value_regs, copy_regs = FP8_REGISTERS if fp8 else REGISTERS
     sparse_mla_decode_hopper_kernel[(programs,)](
         q, kv_cache, topk_indices, block_table, query_start_loc,
         out, lse,
-        scale * math.log2(math.e),
+        scale * _LOG2_E,
         items, num_reqs, num_heads, num_blocks, max_blocks,
         topk_indices.shape[1], split_size, num_splits, groups, block_h,
         q.stride(0), q.stride(1), kv_cache.stride(0), kv_cache.stride(1),

@@ -228,6 +228,7 @@ CASES += [
         ("fp8", (8, 16, torch.bfloat16, 576, 512, True), tuple(MAX_SHARED)),
         ("fp8, many heads", (8, 64, torch.bfloat16, 576, 512, True), (90,)),
         ("fp8 unsplit", (512, 128, torch.bfloat16, 576, 512, True), (90, 100)),
+        ("fp8 unsplit, few heads", (512, 16, torch.bfloat16, 576, 512, True), (90,)),
         ("fp8, whole lines", (8, 128, torch.bfloat16, 576, 512, True), (90,)),
         ("fp8, fp16 queries", (8, 128, torch.float16, 576, 512, True), (80, 90)),
         ("fp8, fp32 queries", (8, 128, torch.float32, 576, 512, True), (90, 120)),

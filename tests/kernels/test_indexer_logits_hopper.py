@@ -140,6 +140,36 @@ def test_other_cards_do_not_take_it(card: int, monkeypatch: pytest.MonkeyPatch) 
     assert not hopper.supports(**shape())
 
 
+def counts_in_int64(num_tokens: int, num_reqs: int, max_seq_len: int) -> bool:
+    """Whether a launch of such a batch counts work in int64."""
+    given: list[bool] = []
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int]) -> Any:
+            return lambda *args, **options: given.append(options["WIDE"])
+
+    inputs = shape(num_tokens=num_tokens) | {"max_seq_len": max_seq_len}
+    inputs["seq_lens"] = torch.empty(num_reqs, dtype=torch.int32, device="meta")
+    logits = torch.empty(num_tokens, max_seq_len, device="meta")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hopper, "indexer_logits_hopper_kernel", Kernel())
+        patch.setattr(hopper, "num_sms", lambda device: 132)
+        patch.setattr(hopper, "_descriptors", lambda *tensors: ())
+        hopper.score_keys(**inputs, logits=logits, row_lens=None, min_keys=0)
+    return given[0]
+
+
+@pytest.mark.parametrize(("num_tokens", "num_reqs"), [(512, 512), (1024, 256), (3000, 1)])
+def test_work_that_int32_cannot_count_is_counted_in_int64(num_tokens: int, num_reqs: int) -> None:
+    """In halves of a row: two a row of a tile, and at most four for its keys; every request may
+    claim all rows, as nothing says that theirs differ."""
+    of_a_tile = num_reqs * (2 * num_tokens + 4)
+    max_seq_len = (2**31 - 1) // of_a_tile * 128
+    assert not counts_in_int64(num_tokens, num_reqs, max_seq_len // 3)
+    assert counts_in_int64(num_tokens, num_reqs, max_seq_len + 1)
+    assert counts_in_int64(num_tokens, num_reqs, 2 * max_seq_len)
+
+
 @pytest.fixture
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only where the kernel runs; and it has to be the one that runs."""

@@ -518,13 +518,60 @@ def test_sparse_mla_on_the_card_of_any_scale(
     assert_equals_reference64(model_inputs(5, 7, 64, fp8=fp8) | {"scale": scale})
 
 
-@pytest.mark.parametrize("scale", [0.0, -0.04, math.nan])
+@pytest.mark.parametrize("scale", [0.0, 1e-46, -0.04, math.nan])
 def test_sparse_mla_on_hopper_takes_positive_scales_alone(scale: float) -> None:
     """Its largest score is that of the largest dot."""
     q = torch.empty(2, 64, 576, dtype=torch.bfloat16, device="meta")
     kv_cache = torch.empty(8, 64, 576, dtype=torch.bfloat16, device="meta")
     assert _sparse_mla_decode_hopper.supports(q, kv_cache, 0.04, 512)
     assert not _sparse_mla_decode_hopper.supports(q, kv_cache, scale, 512)
+
+
+@pytest.mark.parametrize("num_heads", [1, 16, 17, 128])
+def test_sparse_mla_on_hopper_takes_an_fp8_cache(num_heads: int) -> None:
+    q = torch.empty(2, num_heads, 576, dtype=torch.bfloat16, device="meta")
+    kv_cache = torch.empty(8, 64, 656, dtype=torch.uint8, device="meta")
+    assert _sparse_mla_decode_hopper.supports(q, kv_cache, 0.04, 512)
+    assert not _sparse_mla_decode_hopper.supports(q.half(), kv_cache, 0.04, 512)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_splits", [1, 8])
+@pytest.mark.parametrize("fp8", [False, True], ids=["cache of q", "fp8"])
+def test_sparse_mla_on_the_card_leaves_out_keys_that_are_not_there(
+    fp8: bool, num_splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks outside the pool, columns past the table, and tiles without a key, first and later."""
+    monkeypatch.setattr(
+        sparse_mla_decode, "_splits", lambda *sizes: (num_splits, 2048 // num_splits)
+    )
+    inputs = model_inputs(4, 7, 64, fp8=fp8)
+    table, index, kv_cache = (inputs[k] for k in ("block_table", "topk_indices", "kv_cache"))
+    table[:, 1] = torch.tensor([-1, len(kv_cache), 2**31 - 1] * 3)[: len(table)]
+    index[:, :64] = index[:, 128:192] = -1
+    index[:, 70] = table.shape[1] * 64 + 5
+    index[:, 71] = 2**31 - 1
+    outside = (index // 64 == 1) | (index // 64 >= table.shape[1])
+    assert (outside.sum(dim=1) > 2).any()
+    known = inputs | {"topk_indices": torch.where(outside, -1, index)}
+    results = launch(**inputs)
+    for actual, expected in zip(results, reference64(known), strict=True):
+        assert_close(actual, expected)
+
+    # A key of NaN reaches the rows that select it, and no other.
+    key = int(known["topk_indices"][0].max())
+    request = int((inputs["query_start_loc"][1:] <= 0).sum())
+    row = kv_cache[int(table[request, key // 64]), key % 64]
+    row[3] = 0x7F if fp8 else math.nan
+    start, stop = inputs["query_start_loc"][request : request + 2].tolist()
+    hit = (known["topk_indices"] == key).any(dim=1)
+    hit[:start] = hit[stop:] = False
+    out, lse = launch(**inputs)
+    assert hit[0]
+    assert out[hit].isnan().all()
+    assert lse[hit].isnan().all()
+    assert_same_bits(out[~hit], results[0][~hit])
+    assert_same_bits(lse[~hit], results[1][~hit])
 
 
 @pytest.mark.gpu
