@@ -1,4 +1,4 @@
-"""The products of a tile of the logits on compute capability 9.0, and their weighted sums.
+"""The products of a tile of the logits on compute capability 9.0, their weighted sums, the scores.
 
 A relu is doubled, and the scale halved: a sum above 2**127 overflows, and one of products that are
 all zero may be -0.0.
@@ -6,7 +6,11 @@ all zero may be -0.0.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 BLOCK = gl.constexpr(64)  # keys
 TILE = gl.constexpr(128)  # two blocks
@@ -96,3 +100,30 @@ def sum_quads(left, right):
     odd = (lanes & 1) != 0
     sums = gl.where(odd, upper, lower) + swap(gl.where(odd, lower, upper), 1)
     return gl.reshape(gl.permute(gl.reshape(sums, [4, 8, 2, 2]), (2, 0, 3, 1)), [TILE])
+
+
+# fmt: off
+@gluon.jit
+def score_row(
+    left_codes, right_codes, q, weights, scale, positions, last_position, out_ptr, mask,
+    keys_empty, HEAD: gl.constexpr, KEEP: gl.constexpr,
+):
+    # fmt: on
+    """Score and store a tile for one row; ``keys_empty``: where to say that it is in registers.
+
+    That is not before products have begun, which need them all: a barrier does not wait for loads
+    that are under way, and the next keys do not queue behind them. KEEP: the L2 is to hold the
+    scores longer than the keys, which are read once.
+    """
+    left = multiply(left_codes, q)
+    right = multiply(right_codes, q)
+    weights = weights.load(HEAD)
+    if keys_empty is not None:
+        mbarrier.arrive(keys_empty, count=1)
+    left, right = warpgroup_mma_wait(0, deps=[left, right])
+    left_sum = weigh(left, weights)
+    right_sum = weigh(right, weights)
+    scores = sum_quads(left_sum, right_sum) * scale
+    scores = gl.where(positions <= last_position, scores, float("-inf"))
+    POLICY: gl.constexpr = "evict_last" if KEEP else ""
+    gl.store(out_ptr + positions, scores, mask=mask, eviction_policy=POLICY)

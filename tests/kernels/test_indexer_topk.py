@@ -1,5 +1,6 @@
 """The kernels of indexer_topk against Python's sort, exactly: short rows, long ones, and scans."""
 
+import functools
 import importlib
 import math
 from collections.abc import Callable
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mtpgraph import ops
-from mtpgraph.kernels import indexer_topk
+from mtpgraph.kernels import _topk_plan, indexer_topk
 from mtpgraph.kernels.indexer_topk import launch
 
 from ..helpers import assert_same_bits, huge_rows
@@ -84,7 +85,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
         "TOO_FEW": 2.0,
         "TOO_MANY": 1.0,
     }.items():
-        monkeypatch.setattr(indexer_topk, name, value)
+        monkeypatch.setattr(_topk_plan, name, value)
 
 
 def int32(values: list[int], device: str = "cpu") -> Tensor:
@@ -168,7 +169,7 @@ def test_topk_of_each_kind_of_values(values: Callable[[int], Tensor], device: st
     """A row in one block, one through the filter, and one by the scan."""
     logits = torch.stack([values(300), values(300)]).to(device)
     assert_equals_sort(logits, int32([300, 101], device), 15)
-    assert indexer_topk.plan(1, 300, 200, 132) is None
+    assert _topk_plan.plan(1, 300, 200, 132) is None
     assert_equals_sort(logits[:1], int32([300], device), 200)
 
 
@@ -191,8 +192,8 @@ def test_topk_of_a_block_of_the_largest_size(
     width: int, topk: int, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
     """32 warps of eight groups: all counts of 32768 equal keys still fit into 16 bits."""
-    monkeypatch.setattr(indexer_topk, "SHORT_WIDTH", 32_768)
-    assert indexer_topk.plan(1, width, topk, 132) == (32_768, 32_768, 0, 0, 0, 0, 0)
+    monkeypatch.setattr(_topk_plan, "SHORT_WIDTH", 32_768)
+    assert _topk_plan.plan(1, width, topk, 132) == (32_768, 32_768, 0, 0, 0, 0, 0)
     kinds = ["normal", "equal", "plateau within", "zeros within", "any bits"]
     logits = torch.stack([VALUES[kind](width) for kind in kinds]).to(device)
     assert_equals_sort(logits, int32([width, width, width - 9, width, width], device), topk)
@@ -248,8 +249,8 @@ def test_topk_of_the_last_columns_of_a_storage(width: int, device: str) -> None:
     storage = torch.full((2 * 320 + width,), INF, device=device)
     view = storage.as_strided((3, width), (320, 1))
     view.copy_(torch.randn(3, width))
-    assert not indexer_topk.reads_vectors(view, width)
-    assert indexer_topk.reads_vectors(view[:2], width)
+    assert not _topk_plan.reads_vectors(view, width)
+    assert _topk_plan.reads_vectors(view[:2], width)
     lens = int32([width, width - 1, width], device)
     assert_equals_sort(view, lens, 9)
     assert_equals_sort(view[:2], lens[:2], 9)
@@ -331,9 +332,9 @@ def test_topk_on_the_card_where_rows_share_a_multiprocessor(num_tokens: int, wid
 def test_registers_of_a_multiprocessor_go_round(block: int, filtered: bool) -> None:
     found = set()
     for num_tokens in range(1, 3000):
-        keys = 16 if filtered else indexer_topk.keys_per_thread(num_tokens, block, 132)
-        warps = indexer_topk.warps_for(block, keys)
-        registers = indexer_topk.select_registers(num_tokens, warps, keys, 132, filtered=filtered)
+        keys = _topk_plan.keys_per_thread(num_tokens, block, 132, filtered=filtered)
+        warps = _topk_plan.warps_for(block, keys)
+        registers = _topk_plan.select_registers(num_tokens, warps, keys, 132, filtered=filtered)
         assert registers % 8 == 0
         assert registers * 32 * warps <= 65_536
         assert registers >= 4 * keys
@@ -346,11 +347,16 @@ def test_registers_of_a_multiprocessor_go_round(block: int, filtered: bool) -> N
 def test_rows_of_4_k_share_a_multiprocessor_by_fours() -> None:
     rows = {1: 248, 132: 248, 133: 128, 264: 128, 265: 64, 5000: 64}
     for num_tokens, registers in rows.items():
-        assert indexer_topk.keys_per_thread(num_tokens, 4096, 132) == 16
-        found = indexer_topk.select_registers(num_tokens, 8, 16, 132, filtered=False)
+        assert _topk_plan.keys_per_thread(num_tokens, 4096, 132, filtered=False) == 16
+        found = _topk_plan.select_registers(num_tokens, 8, 16, 132, filtered=False)
         assert found == registers
-    assert [indexer_topk.keys_per_thread(rows, 8192, 132) for rows in (132, 133)] == [16, 32]
-    assert indexer_topk.keys_per_thread(1, 16_384, 132) == 32
+
+
+def test_long_rows_and_many_rows_have_more_keys_a_thread() -> None:
+    keys = functools.partial(_topk_plan.keys_per_thread, sms=132, filtered=False)
+    assert [keys(rows, 8192) for rows in (132, 133)] == [16, 32]
+    assert keys(1, 16_384) == 32
+    assert _topk_plan.keys_per_thread(1, 16_384, 132, filtered=True) == 16
 
 
 @pytest.mark.gpu
