@@ -1,7 +1,9 @@
 """The copies of sparse MLA decode on compute capability 9.0: queries, and tiles of 64 keys.
 
-``tiles`` are the buffers of two: latents, rotary parts, and which keys there are; ``bars`` say that
-one is full, or empty again. Others are as in ``_hopper_mla_items``.
+A ``table`` is the block table, its strides, and how many blocks a request and the cache have; a
+``cache`` the pool of keys with the strides of its blocks and tokens. ``tiles`` are the buffers of
+two: latents, rotary parts, and which keys there are; ``bars`` say that one is full, or empty again.
+Others are as in ``_hopper_mla_items``.
 """
 
 from triton.experimental import gluon
@@ -10,22 +12,29 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ._hopper import async_load, blocks_of, prefetch, reinterpret
-from ._hopper_mla_items import (
-    bounds,
-    heads_of_rows,
-    in_cache,
-    load_block,
-    load_index,
-    place,
-    topk_row_of,
-)
+from ._hopper_mla_items import bounds, heads_of_rows, load_index, place, topk_row_of
+
+
+@gluon.jit
+def _load_block(index, table_row, table, BLOCK_SIZE: gl.constexpr):
+    """The block of each key as the table has it, and the offset in it.
+
+    A look at a block waits for it: ``_places`` is for when it is needed, a tile later.
+    """
+    stride, max_blocks, _num_blocks = table[2]
+    column = index // BLOCK_SIZE
+    known = (index >= 0) & (column < max_blocks)
+    block = gl.load(table_row + column.to(gl.int64) * stride, mask=known, other=-1)
+    return block, index % BLOCK_SIZE
 
 
 @gluon.jit
 def _places(block, offset, cache, table):
     """Where keys are, and which of them there are."""
+    num_blocks = table[2][2]
     start = block.to(gl.int64) * cache[1]
-    return cache[0] + (start + offset.to(gl.int64) * cache[2]), in_cache(block, table)
+    places = cache[0] + (start + offset.to(gl.int64) * cache[2])
+    return places, (block >= 0) & (block < num_blocks)
 
 
 @gluon.jit
@@ -115,7 +124,7 @@ def _start_item(item, batch, table, lanes, BLOCK_SIZE: gl.constexpr, SCAN: gl.co
     request, end = bounds(token, first, limit, batch, SCAN)
     table_row = blocks_of(request, table)
     index = gl.where(request >= 0, index, -1)
-    block, offset = load_block(index, table_row, table, BLOCK_SIZE)
+    block, offset = _load_block(index, table_row, table, BLOCK_SIZE)
     index_after = gl.where(request >= 0, index_after, -1)
     return first, end, topk_row, table_row, index_after, block, offset
 
@@ -143,7 +152,7 @@ def _copy_keys(
         first, end, topk_row, table_row, index, block, offset = _start_item(
             item, batch, table, lanes, BLOCK_SIZE, SCAN
         )
-        next_block, next_offset = load_block(index, table_row, table, BLOCK_SIZE)
+        next_block, next_offset = _load_block(index, table_row, table, BLOCK_SIZE)
         index = load_index(topk_row, batch[0][2], first + 64 + lanes, end)
         for start in range(first, end, 64):
             stage = tile & 1
@@ -152,7 +161,7 @@ def _copy_keys(
                 keys = gl.expand_dims(keys, 1)
                 mask = gl.expand_dims(valid, 1)
                 block, offset = next_block, next_offset
-                next_block, next_offset = load_block(index, table_row, table, BLOCK_SIZE)
+                next_block, next_offset = _load_block(index, table_row, table, BLOCK_SIZE)
                 index = load_index(topk_row, batch[0][2], start + 32 * half + 96 + lanes, end)
 
                 if half == 0:
@@ -192,7 +201,7 @@ def _copy_fp8(
         keys, valid = _places(block, offset, cache, table)
         codes0, scales0 = _load_codes(keys, valid, 0, words)
         codes1, scales1 = _load_codes(keys, valid, 1, words)
-        block, offset = load_block(index, table_row, table, BLOCK_SIZE)
+        block, offset = _load_block(index, table_row, table, BLOCK_SIZE)
         for start in range(first, end, 64):
             index = load_index(topk_row, batch[0][2], start + 128 + lanes, end)
             stage = tile & 1
@@ -209,7 +218,7 @@ def _copy_fp8(
             _store_keys(k_smem.index(stage * 4 + 1), codes1, scales1)
 
             keys, valid = _places(block, offset, cache, table)
-            block, offset = load_block(index, table_row, table, BLOCK_SIZE)
+            block, offset = _load_block(index, table_row, table, BLOCK_SIZE)
             _store_keys(k_smem.index(stage * 4 + 2), codes2, scales2)
             _store_keys(k_smem.index(stage * 4 + 3), codes3, scales3)
             async_copy.wait_group(0)

@@ -1,9 +1,8 @@
-"""The items of sparse MLA decode on compute capability 9.0: where their keys, heads, sums are.
+"""The items of sparse MLA decode on compute capability 9.0: where their columns, heads, sums are.
 
 An item is 64 heads, or 32 or 16, of one part of a query token. A ``batch`` is the top-k indices and
 ``query_start_loc``, pointers with their strides, and ``num_reqs, topk, split_size, num_splits,
-groups``; a ``table`` is the block table, its strides, and how many blocks a request and the cache
-have; a ``cache`` the pool of keys with the strides of its blocks and tokens.
+groups``.
 """
 
 from triton.experimental import gluon
@@ -67,24 +66,6 @@ def topk_row_of(token, batch):
 @gluon.jit
 def load_index(topk_row, stride, columns, end):
     return gl.load(topk_row + columns.to(gl.int64) * stride, mask=columns < end, other=-1)
-
-
-@gluon.jit
-def load_block(index, table_row, table, BLOCK_SIZE: gl.constexpr):
-    """The block of each key as the table has it, and the offset in it.
-
-    A look at a block waits for it: ``in_cache`` is for when it is needed, a tile later.
-    """
-    stride, max_blocks, _num_blocks = table[2]
-    column = index // BLOCK_SIZE
-    known = (index >= 0) & (column < max_blocks)
-    block = gl.load(table_row + column.to(gl.int64) * stride, mask=known, other=-1)
-    return block, index % BLOCK_SIZE
-
-
-@gluon.jit
-def in_cache(block, table):
-    return (block >= 0) & (block < table[2][2])
 
 
 @gluon.jit

@@ -17,6 +17,8 @@ from ._hopper_weighing import BLOCK, TILE
 # and 2 tokens 79 with 4 or 6, 81 with 1.
 MEMORY_COST, L2_COST = gl.constexpr(4), gl.constexpr(1)
 
+OF_A_WARP = gl.constexpr(64)  # requests that a warp looks at by itself, two a lane
+
 NUMBERS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))  # one by one
 
 
@@ -55,6 +57,7 @@ def keys_cost(row_tiles, tiles):
 
 @gluon.jit
 def work_of(row_tiles, tiles, cost):
+    """The work of some tiles, ``row_tiles`` if each is counted for each of its rows."""
     return row_tiles * 2 + tiles * cost
 
 
@@ -84,8 +87,8 @@ def find_run(first_rows, batch, table, ends_smem, MANY: gl.constexpr):
     """
     num_reqs = batch[3]
     REQUESTS: gl.constexpr = first_rows[0].shape[0]
-    # A warp can hold them: each has all of them, and waits for no other.
-    FEW: gl.constexpr = REQUESTS <= 2 * 32
+    # Each warp has all of them, and waits for no other.
+    FEW: gl.constexpr = REQUESTS <= OF_A_WARP
     COUNT: gl.constexpr = ends_smem.dtype
     block = gl.arange(0, REQUESTS, layout=first_rows[0].type.layout)
     row_tiles, tiles = count_tiles(first_rows, COUNT)
@@ -127,7 +130,7 @@ def find_request(begin, cost, ends, seen, batch, block, ends_smem, MANY: gl.cons
     are the counts up to each of the first requests, and of them all."""
     num_reqs = batch[3]
     REQUESTS: gl.constexpr = block.shape[0]
-    FEW: gl.constexpr = REQUESTS <= 2 * 32
+    FEW: gl.constexpr = REQUESTS <= OF_A_WARP
     COUNT: gl.constexpr = ends_smem.dtype
     work_ends = work_of(ends[0], ends[1], cost)
     before = (work_ends <= begin) & (block < num_reqs)
@@ -160,7 +163,7 @@ def rows_of(request, passed, part, batch):
     """
     begin, end, cost = part
     start, stop, seq_len, tiles = request_rows(request, batch)
-    work = (gl.maximum(stop - start, 0) * 2 + cost).to(passed.dtype)
+    work = work_of(gl.maximum(stop - start, 0), 1, cost).to(passed.dtype)
     first = gl.maximum((begin - passed + work - 1) // work, 0).to(gl.int32)
     last = gl.minimum((end - passed + work - 1) // work, tiles.to(passed.dtype)).to(gl.int32)
     return start, stop, seq_len, first, last, passed + tiles * work

@@ -34,6 +34,7 @@ from ._hopper_loads import BLOCK_ROWS, DIM, STAGES, fill, load_keys, load_querie
 from ._hopper_runs import (
     MEMORY_COST,
     NUMBERS,
+    OF_A_WARP,
     end_of_columns,
     find_run,
     has_work,
@@ -50,8 +51,8 @@ MAX_ROWS, MAX_ROWS_SLOTS = 8, 1
 # Registers: 128 a thread when the kernel starts, 512 threads. What load and fill give up goes to
 # score.
 MAX_REGISTERS, SCORE_REGISTERS, LOAD_REGISTERS = 128, 160, 32
-# Requests that every warp looks at by itself, two a lane; and that all warps look at together.
-WARP_REQUESTS, BLOCK_REQUESTS = 64, 256
+# Requests that every warp looks at by itself, and that all warps look at together.
+WARP_REQUESTS, BLOCK_REQUESTS = OF_A_WARP.value, 256
 # Up to here work is counted in int32: int64 takes longer.
 MAX_INT32 = 2**31 - 1
 # Logits of a selection that stay in the L2 until they are read, if they are at most so many.

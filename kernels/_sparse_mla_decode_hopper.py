@@ -198,9 +198,8 @@ def sparse_mla_decode_hopper_kernel(
     score_smem = (q_all, k_smem, r_smem, there_smem, decay_smem, factor_smem)
     gl.warp_specialize(
         [
-            (score, (items, batch, queries, lse_ptr, scale_log2,
-                     score_smem, (k_full, d_full, p_full),
-                     SPLIT, SCAN)),
+            (score, (items, batch, queries, lse_ptr, scale_log2, score_smem,
+                     (k_full, d_full, p_full), SPLIT, SCAN)),
             (_value, (items, batch, out_ptr, heads, value_smem, value_bars,
                       0, SPLIT, SCAN, WHOLE_LINES)),
             (_value, (items, batch, out_ptr, heads, value_smem, value_bars,

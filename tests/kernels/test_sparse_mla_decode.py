@@ -412,6 +412,13 @@ def one_token(seed: int, num_heads: int = 16, fp8: bool = False) -> dict[str, An
     }
 
 
+def cut_rows(monkeypatch: pytest.MonkeyPatch, num_splits: int) -> None:
+    """Into as many parts of ``model_inputs``' columns."""
+    monkeypatch.setattr(
+        sparse_mla_decode, "_splits", lambda *sizes: (num_splits, 2048 // num_splits)
+    )
+
+
 def assert_equals_reference64(inputs: dict[str, Any]) -> None:
     for actual, expected in zip(launch(**inputs), reference64(inputs), strict=True):
         assert_close(actual, expected)
@@ -512,9 +519,7 @@ def test_sparse_mla_on_the_card_of_one_token(fp8: bool, num_heads: int, kernel: 
 def test_sparse_mla_on_the_card_of_any_scale(
     fp8: bool, scale: float, num_splits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        sparse_mla_decode, "_splits", lambda *sizes: (num_splits, 2048 // num_splits)
-    )
+    cut_rows(monkeypatch, num_splits)
     assert_equals_reference64(model_inputs(5, 7, 64, fp8=fp8) | {"scale": scale})
 
 
@@ -542,9 +547,7 @@ def test_sparse_mla_on_the_card_leaves_out_keys_that_are_not_there(
     fp8: bool, num_splits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Blocks outside the pool, columns past the table, and tiles without a key, first and later."""
-    monkeypatch.setattr(
-        sparse_mla_decode, "_splits", lambda *sizes: (num_splits, 2048 // num_splits)
-    )
+    cut_rows(monkeypatch, num_splits)
     inputs = model_inputs(4, 7, 64, fp8=fp8)
     table, index, kv_cache = (inputs[k] for k in ("block_table", "topk_indices", "kv_cache"))
     table[:, 1] = torch.tensor([-1, len(kv_cache), 2**31 - 1] * 3)[: len(table)]
@@ -582,9 +585,7 @@ def test_sparse_mla_on_the_card_of_each_number_of_heads_a_program(
     fp8: bool, num_heads: int, num_splits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which program has a head, and how it stores the sums, changes no bit of the result."""
-    monkeypatch.setattr(
-        sparse_mla_decode, "_splits", lambda *sizes: (num_splits, 2048 // num_splits)
-    )
+    cut_rows(monkeypatch, num_splits)
     inputs = model_inputs(num_heads, 7, num_heads, fp8=fp8)
     inputs["topk_indices"][:2] = -1
     expected = None
@@ -610,7 +611,7 @@ def test_sparse_mla_on_the_card_combines_early_what_it_combines_late(
 ) -> None:
     """Other inputs at each call, in the same memory: parts read too soon are those of another."""
     launch_parts = _sparse_mla_decode_hopper.launch
-    monkeypatch.setattr(sparse_mla_decode, "_splits", lambda *sizes: (8, 256))
+    cut_rows(monkeypatch, 8)
     batches = [one_token(seed, num_heads) for seed in range(3)]
 
     def late(*args: Any) -> int:
