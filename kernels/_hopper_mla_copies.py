@@ -115,7 +115,8 @@ def copy_queries(token, group, queries, smem):
 
 @gluon.jit
 def _start_item(item, batch, table, lanes, BLOCK_SIZE: gl.constexpr, SCAN: gl.constexpr):
-    """The bounds of an item, the blocks of its first ``lanes``, the indices of the next ones."""
+    """Where an item begins, ends, and ends at most; the blocks of its first ``lanes``, the indices of
+    the next ones. Between its end and the limit all indices are -1."""
     _group, _part, token, first, limit = place(item, batch)
     topk_row = topk_row_of(token, batch)
     # Before the end is known: there is no index between it and the limit.
@@ -126,7 +127,7 @@ def _start_item(item, batch, table, lanes, BLOCK_SIZE: gl.constexpr, SCAN: gl.co
     index = gl.where(request >= 0, index, -1)
     block, offset = _load_block(index, table_row, table, BLOCK_SIZE)
     index_after = gl.where(request >= 0, index_after, -1)
-    return first, end, topk_row, table_row, index_after, block, offset
+    return first, end, limit, topk_row, table_row, index_after, block, offset
 
 
 @gluon.jit
@@ -149,11 +150,11 @@ def _copy_keys(
     item = gl.program_id(0)
     tile = 0
     while item < items:
-        first, end, topk_row, table_row, index, block, offset = _start_item(
+        first, end, limit, topk_row, table_row, index, block, offset = _start_item(
             item, batch, table, lanes, BLOCK_SIZE, SCAN
         )
         next_block, next_offset = _load_block(index, table_row, table, BLOCK_SIZE)
-        index = load_index(topk_row, batch[0][2], first + 64 + lanes, end)
+        index = load_index(topk_row, batch[0][2], first + 64 + lanes, limit)
         for start in range(first, end, 64):
             stage = tile & 1
             for half in gl.static_range(2):
@@ -162,7 +163,7 @@ def _copy_keys(
                 mask = gl.expand_dims(valid, 1)
                 block, offset = next_block, next_offset
                 next_block, next_offset = _load_block(index, table_row, table, BLOCK_SIZE)
-                index = load_index(topk_row, batch[0][2], start + 32 * half + 96 + lanes, end)
+                index = load_index(topk_row, batch[0][2], start + 32 * half + 96 + lanes, limit)
 
                 if half == 0:
                     mbarrier.wait(k_empty.index(stage), ((tile >> 1) & 1) ^ 1)
@@ -195,7 +196,7 @@ def _copy_fp8(
     item = gl.program_id(0)
     tile = 0
     while item < items:
-        first, end, topk_row, table_row, index, block, offset = _start_item(
+        first, end, limit, topk_row, table_row, index, block, offset = _start_item(
             item, batch, table, lanes, BLOCK_SIZE, SCAN
         )
         keys, valid = _places(block, offset, cache, table)
@@ -203,7 +204,7 @@ def _copy_fp8(
         codes1, scales1 = _load_codes(keys, valid, 1, words)
         block, offset = _load_block(index, table_row, table, BLOCK_SIZE)
         for start in range(first, end, 64):
-            index = load_index(topk_row, batch[0][2], start + 128 + lanes, end)
+            index = load_index(topk_row, batch[0][2], start + 128 + lanes, limit)
             stage = tile & 1
             mbarrier.wait(k_empty.index(stage), ((tile >> 1) & 1) ^ 1)
             there_smem.index(stage).store(valid.to(gl.int8))
