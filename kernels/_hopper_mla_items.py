@@ -1,4 +1,4 @@
-"""The items of sparse MLA decode on compute capability 9.0: where their columns, heads, sums are.
+"""The items of sparse MLA decode on compute capability 9.0: where their columns and heads are.
 
 An item is 64 heads, or 32 or 16, of one part of a query token. A ``batch`` is the top-k indices and
 ``query_start_loc``, pointers with their strides, and ``num_reqs, topk, split_size, num_splits,
@@ -78,12 +78,3 @@ def heads_of_rows(group, rows, heads):
     share = block_h // 4
     head = group * block_h + rows // 16 * share + rows % 16
     return head, (rows % 16 < share) & (head < num_heads)
-
-
-@gluon.jit
-def out_ptrs(rows, latents, group, part, out_ptr, heads):
-    """Where the latents of some rows of a program go, and which of them there are."""
-    head, stored = heads_of_rows(group, rows, heads)
-    row = part.to(gl.int64) * heads[0] + head
-    ptrs = out_ptr + gl.expand_dims(row * 512, 1) + gl.expand_dims(latents, 0)
-    return ptrs, gl.expand_dims(stored, 1)

@@ -65,6 +65,7 @@ def score(
         group, part, token, first, limit = place(item, batch)
         # The dots of the item before are done. Whether the token has a request is not known yet.
         copy_queries(token, group, queries, q_smem)
+        async_copy.commit_group()
         _request, end = bounds(token, first, limit, batch, SCAN)
         highest = gl.full([64], float("-inf"), gl.float32, layout=HEADS)
         total = gl.full([64], 0.0, gl.float32, layout=HEADS)

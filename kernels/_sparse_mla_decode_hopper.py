@@ -1,14 +1,13 @@
 """Sparse MLA decode on compute capability 9.0: up to 64 heads a program, warp groups with roles.
 
 Same maths, layout and contract as ``sparse_mla_decode_kernel``, for what ``supports`` takes: a
-latent of 512, a rotary part of 64, and rows that copies of 16 bytes can read. A key of an fp8 cache
-is 512 bytes of codes, four fp32 scales, and from byte 528 on its rotary part in bf16.
+latent of 512, a rotary part of 64, and rows that copies of 16 bytes can read. An fp8 cache has a
+kernel of its own (``_sparse_mla_decode_hopper_fp8``), with other roles and the same launch.
 
 A program per SM walks over items, each 64 heads of one part of a query token, 64 keys at a time;
 while multiprocessors are free, 32 or 16 heads in tiles of the same size:
 
-    copy        the keys of a tile into one of two buffers, by cp.async; fp8 through registers; and
-                which of them there are
+    copy        the keys of a tile into one of two buffers, by cp.async, and which of them there are
     score       the queries, by cp.async, before it is known whose they are; the dots of all 576
                 dims, the running softmax, and the weights of the tile
     value 0, 1  the weighted sum of half the latents each: decayed while the weights are made, and
@@ -18,7 +17,6 @@ Through shared memory the weights take the place of the rotary keys, which only 
 that they are double buffered as the keys are. A buffer is free once both halves are summed: while
 that of one tile is on its way, the other is scored and summed. Tiles behind the last index of a
 row are skipped. Each role finds the bounds of an item itself, and none waits for another's answer.
-A fence for the tensor cores waits for the loads under way, so that the next ones begin behind it.
 The sums go out straight from registers, or, where that is faster, in whole lines: through the part
 of the last buffer that only their half reads.
 
@@ -41,10 +39,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from ._hopper import reinterpret
-from ._hopper_mla_copies import copy_tiles
-from ._hopper_mla_items import MAX_ALONE, bounds, out_ptrs, place
+from ._hopper_mla_copies import copy_keys
+from ._hopper_mla_items import MAX_ALONE, bounds, place
 from ._hopper_mla_scores import score
+from ._hopper_mla_stores import SUM_HEADS, SUM_MMA, store_sums
+from ._sparse_mla_decode_hopper_fp8 import sparse_mla_decode_hopper_fp8_kernel
 
 LATENT_DIM = 512
 ROPE_DIM = 64
@@ -53,26 +52,10 @@ BLOCK_K = 64
 # Of 64 heads a program. H200, topk 2048: whole lines cost 0.7 to 1 us at 1 token, and save 0.2 to
 # 0.7 us at 8 to 32 tokens and 4 to 16 us at 64 to 256 (nothing at 64 tokens of 64 heads).
 MIN_TOKENS_OF_LINES = 8
-# Registers of value and copy; score has what is left of 512. With 104 the copies of fp8 keys spill
-# more: H200, 256 tokens of 128 heads 494 us with 112, 458 with 120.
-REGISTERS, FP8_REGISTERS = (160, 88), (160, 120)
+# Registers of value and copy, where score has what is left of 512; of the second group that attends
+# and each that copies, where the first that attends has.
+REGISTERS, FP8_REGISTERS = (160, 88), (192, 64)
 _LOG2_E = math.log2(math.e)
-
-
-@gluon.jit
-def _store_lines(tile, rows_of_tile, group, part, out_ptr, heads, FIRST: gl.constexpr):
-    """Latents FIRST .. FIRST + 127 through shared memory: a warp writes whole lines.
-
-    Few rows at a time: the sums hold the registers.
-    """
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
-    latents = FIRST + gl.arange(0, 128, layout=gl.SliceLayout(0, LAYOUT))
-    tile.store(rows_of_tile)
-    for r in gl.static_range(0, 64, 16):
-        rows = r + gl.arange(0, 16, layout=gl.SliceLayout(1, LAYOUT))
-        ptrs, mask = out_ptrs(rows, latents, group, part, out_ptr, heads)
-        values = tile.slice(r, 16, dim=0).load(LAYOUT)
-        gl.store(ptrs, values.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @gluon.jit
@@ -83,27 +66,21 @@ def _value(
     """256 latents of the weighted sum."""
     k_smem, r_smem, decay_smem, factor_smem = smem
     d_full, p_full, k_empty = bars
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
-    HEADS: gl.constexpr = gl.SliceLayout(1, MMA)
-    FIRST: gl.constexpr = HALF * 256
-    dtype: gl.constexpr = out_ptr.dtype.element_ty
-    # The two chunks of a half are as large as 128 of its sums.
-    stages = reinterpret(k_smem, gl.float32, [4, 64, 128], gl.NVMMASharedLayout(128, 32, 2))
 
     item = gl.program_id(0)
     tile = 0
     while item < items:
         group, part, token, first, limit = place(item, batch)
         _request, end = bounds(token, first, limit, batch, SCAN)
-        left = gl.full([64, 128], 0.0, gl.float32, layout=MMA)
-        right = gl.full([64, 128], 0.0, gl.float32, layout=MMA)
-        factor = gl.full([64], 1.0, gl.float32, layout=HEADS)
+        left = gl.full([64, 128], 0.0, gl.float32, layout=SUM_MMA)
+        right = gl.full([64, 128], 0.0, gl.float32, layout=SUM_MMA)
+        factor = gl.full([64], 1.0, gl.float32, layout=SUM_HEADS)
         for start in range(first, end, 64):
             stage = tile & 1
             phase = (tile >> 1) & 1
             # While the weights are made.
             mbarrier.wait(d_full.index(stage), phase)
-            decay = gl.expand_dims(decay_smem.index(stage).load(HEADS), 1)
+            decay = gl.expand_dims(decay_smem.index(stage).load(SUM_HEADS), 1)
             left *= decay
             right *= decay
             for keys in gl.static_range(0, 64, 32):
@@ -115,28 +92,17 @@ def _value(
                 left = warpgroup_mma(weights, values, left, is_async=True)
                 values = k_smem.index(stage * 4 + 2 * HALF + 1).slice(keys, 32)
                 right = warpgroup_mma(weights, values, right, is_async=True)
-            factor = factor_smem.index(stage).load(HEADS)
+            factor = factor_smem.index(stage).load(SUM_HEADS)
             left, right = warpgroup_mma_wait(0, deps=[left, right])
             # The buffer of the last tile is kept for the stores.
             if not WHOLE_LINES or start + 64 < end:
                 mbarrier.arrive(k_empty.index(stage), count=1)
             tile += 1
         factor = gl.expand_dims(factor, 1)
-        # A part without a key is not written: the combination does not read it.
-        if WHOLE_LINES and end > first:
-            stage = (tile - 1) & 1
-            sums = stages.index(stage * 2 + HALF)
-            _store_lines(sums, left * factor, group, part, out_ptr, heads, FIRST)
-            _store_lines(sums, right * factor, group, part, out_ptr, heads, FIRST + 128)
-            mbarrier.arrive(k_empty.index(stage), count=1)
-        elif not SPLIT or end > first:
-            rows = gl.arange(0, 64, layout=HEADS)
-            latents = FIRST + gl.arange(0, 128, layout=gl.SliceLayout(0, MMA))
-            ptrs, mask = out_ptrs(rows, latents, group, part, out_ptr, heads)
-            scaled = left * factor
-            gl.store(ptrs, scaled.to(dtype), mask=mask)
-            scaled = right * factor
-            gl.store(ptrs + 128, scaled.to(dtype), mask=mask)
+        store_sums(
+            left, right, factor, tile, end > first, group, part, out_ptr, heads, k_smem, k_empty,
+            HALF, SPLIT, WHOLE_LINES,
+        )  # fmt: skip
         item += gl.num_programs(0)
 
 
@@ -153,8 +119,8 @@ def sparse_mla_decode_hopper_kernel(
     groups, block_h,
     q_token_stride, q_head_stride, kv_block_stride, kv_token_stride,
     topk_token_stride, topk_stride, table_request_stride, table_stride, query_start_loc_stride,
-    FP8: gl.constexpr, BLOCK_SIZE: gl.constexpr, SCAN: gl.constexpr, SPLIT: gl.constexpr,
-    WHOLE_LINES: gl.constexpr, VALUE_REGS: gl.constexpr, COPY_REGS: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, SCAN: gl.constexpr, SPLIT: gl.constexpr,
+    WHOLE_LINES: gl.constexpr, REGS: gl.constexpr, COPY_REGS: gl.constexpr,
 ):
     # fmt: on
     if SPLIT:
@@ -177,7 +143,7 @@ def sparse_mla_decode_hopper_kernel(
     for i in gl.static_range(2):
         # Every thread that copies arrives twice, when its copies have; all of them, for what they
         # store, once.
-        mbarrier.init(k_full.index(i), count=1 if FP8 else 257)
+        mbarrier.init(k_full.index(i), count=257)
         mbarrier.init(k_empty.index(i), count=2)
         mbarrier.init(d_full.index(i), count=1)
         mbarrier.init(p_full.index(2 * i), count=1)
@@ -204,11 +170,11 @@ def sparse_mla_decode_hopper_kernel(
                       0, SPLIT, SCAN, WHOLE_LINES)),
             (_value, (items, batch, out_ptr, heads, value_smem, value_bars,
                       1, SPLIT, SCAN, WHOLE_LINES)),
-            (copy_tiles, (items, batch, table, cache, tiles, (k_full, k_empty),
-                          BLOCK_SIZE, SCAN, FP8)),
+            (copy_keys, (items, batch, table, cache, tiles, (k_full, k_empty),
+                         BLOCK_SIZE, SCAN)),
         ],
         [4, 4, 4],
-        [VALUE_REGS, VALUE_REGS, COPY_REGS],
+        [REGS, REGS, COPY_REGS],
     )  # fmt: skip
 
 
@@ -265,9 +231,11 @@ def launch(
     groups = triton.cdiv(num_heads, block_h)
     items = num_tokens * num_splits * groups
     programs = min(items, num_programs)
-    fp8 = kv_cache.dtype == torch.uint8
-    value_regs, copy_regs = FP8_REGISTERS if fp8 else REGISTERS
-    sparse_mla_decode_hopper_kernel[(programs,)](
+    if kv_cache.dtype == torch.uint8:
+        kernel, registers = sparse_mla_decode_hopper_fp8_kernel, FP8_REGISTERS
+    else:
+        kernel, registers = sparse_mla_decode_hopper_kernel, REGISTERS
+    kernel[(programs,)](
         q, kv_cache, topk_indices, block_table, query_start_loc,
         out, lse,
         scale * _LOG2_E,
@@ -275,9 +243,9 @@ def launch(
         topk_indices.shape[1], split_size, num_splits, groups, block_h,
         q.stride(0), q.stride(1), kv_cache.stride(0), kv_cache.stride(1),
         *topk_indices.stride(), *block_table.stride(), query_start_loc.stride(0),
-        FP8=fp8, BLOCK_SIZE=block_size, SCAN=scan(split_size, items, num_programs),
+        BLOCK_SIZE=block_size, SCAN=scan(split_size, items, num_programs),
         SPLIT=num_splits > 1, WHOLE_LINES=block_h == BLOCK_H and num_tokens >= MIN_TOKENS_OF_LINES,
-        VALUE_REGS=value_regs, COPY_REGS=copy_regs,
+        REGS=registers[0], COPY_REGS=registers[1],
         num_warps=4, maxnreg=128,
     )  # fmt: skip
     return programs

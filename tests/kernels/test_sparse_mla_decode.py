@@ -473,10 +473,11 @@ def test_sparse_mla_on_the_card_reads_strided_inputs(fp8: bool) -> None:
 
 
 @pytest.mark.gpu
-def test_sparse_mla_on_the_card_of_rows_without_keys_or_requests() -> None:
+@pytest.mark.parametrize("fp8", [False, True], ids=["cache of q", "fp8"])
+def test_sparse_mla_on_the_card_of_rows_without_keys_or_requests(fp8: bool) -> None:
     """No key at all, tokens of padding requests and trailing tokens, in each number of splits."""
     for num_reqs in (1, 3, 100):
-        inputs = model_inputs(2, num_reqs, 64)
+        inputs = model_inputs(2, num_reqs, 64, fp8=fp8)
         inputs["topk_indices"][::2] = -1
         inputs["q"][int(inputs["query_start_loc"][-1]) :] = math.nan
         assert_equals_reference64(inputs)
@@ -521,6 +522,43 @@ def test_sparse_mla_on_the_card_of_any_scale(
 ) -> None:
     cut_rows(monkeypatch, num_splits)
     assert_equals_reference64(model_inputs(5, 7, 64, fp8=fp8) | {"scale": scale})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_splits", [1, 8])
+@pytest.mark.parametrize("falling", [False, True], ids=["rising", "falling"])
+@pytest.mark.parametrize("fp8", [False, True], ids=["cache of q", "fp8"])
+def test_sparse_mla_on_the_card_of_sorted_scores(
+    fp8: bool, falling: bool, num_splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A head's largest score rises with every tile, by some and by many powers of two, or never."""
+    cut_rows(monkeypatch, num_splits)
+    for scale in (0.05, 0.3, 2.0):
+        inputs = {**model_inputs(4, 4, 64, fp8=fp8), "scale": scale}
+        starts = inputs["query_start_loc"].tolist()
+        for request in range(len(starts) - 1):
+            for token in range(starts[request], starts[request + 1]):
+                index = inputs["topk_indices"][token]
+                index = index[index >= 0].long()
+                blocks = inputs["block_table"][request][index // 64].long()
+                keys = numbers(inputs["kv_cache"][blocks, index % 64], torch.bfloat16, 512)
+                scores = keys.cuda() @ inputs["q"][token, 0].double()
+                order = scores.argsort(descending=falling)
+                inputs["topk_indices"][token, : len(index)] = index[order].int()
+                inputs["topk_indices"][token, len(index) :] = -1
+        assert_equals_reference64(inputs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_heads", [16, 128])
+@pytest.mark.parametrize("fp8", [False, True], ids=["cache of q", "fp8"])
+def test_sparse_mla_on_the_card_always_gives_the_same(fp8: bool, num_heads: int) -> None:
+    """Items of odd and even numbers of tiles, several to a program: nothing races."""
+    inputs = model_inputs(6, 100, num_heads, fp8=fp8)
+    expected = launch(**inputs)
+    for _ in range(200):
+        for actual, same in zip(launch(**inputs), expected, strict=True):
+            assert_same_bits(actual, same)
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-46, -0.04, math.nan])

@@ -1,0 +1,92 @@
+"""The scores of sparse MLA decode from an fp8 cache on compute capability 9.0: dots and weights.
+
+The largest score of a head that its weights are relative to is followed with a delay: it moves when
+a score is more than 2**8 of its weight above it, which is seldom after the first tiles. So sums are
+seldom decayed, and weights are at most 2**8.
+"""
+
+import math
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+)
+
+MMA = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+HEADS = gl.constexpr(gl.SliceLayout(1, MMA.value))
+_FLAG = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+_MAX_RISE = gl.constexpr(8.0)
+LN_2 = gl.constexpr(math.log(2))
+
+
+@gluon.jit
+def opaque(number):
+    """A number that is not known to the compiler: what follows from it is worked out where it is
+    used, and not held in registers."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def sum_lanes(weights):
+    """Sums over the keys of each lane of a quad, without an exchange: [64, 4] of [64, 64]."""
+    return gl.sum(gl.sum(gl.reshape(weights, [64, 8, 4, 2]), axis=3), axis=1)
+
+
+@gluon.jit
+def start_dots(stage, phase, smem, k_full):
+    """The dots of all heads and the keys of a tile, once those are there."""
+    q_smem, k_smem, r_smem = smem
+    zero = gl.full([64, 64], 0.0, gl.float32, layout=MMA)
+    mbarrier.wait(k_full.index(stage), phase)
+    fence_async_shared()
+    none = opaque(0)
+    keys = r_smem.index(stage).permute((1, 0))
+    dots = warpgroup_mma(q_smem[1].index(none), keys, zero, use_acc=False, is_async=True)
+    for c in gl.static_range(4):
+        keys = k_smem.index(stage * 4 + c).permute((1, 0))
+        dots = warpgroup_mma(q_smem[0].index(c + none), keys, dots, is_async=True)
+    return dots
+
+
+@gluon.jit
+def weigh_tile(dots, before, own, stage, scale_log2, smem, bars):
+    """Store the weights of a tile, what they are relative to, and the decay of earlier sums.
+
+    ``before`` is what the weights of the tile before are relative to. ``own`` is that of the last
+    tile of this group, the sums of its weights, and whether there is a decay; so is the result.
+    """
+    r_smem, there_smem, highest_smem, decay_smem, moved_smem = smem
+    m_full, p_full = bars
+    own_highest, totals, _moved = own
+    there = gl.expand_dims(there_smem.index(stage).load(gl.SliceLayout(0, MMA)) != 0, 0)
+    dots = gl.where(there, dots, float("-inf"))
+    highest = gl.max(dots, axis=1) * scale_log2
+    rises = highest > before + _MAX_RISE
+    highest = gl.where(rises, highest, before)
+    # -inf - (-inf) is NaN: heads that have met no key subtract 0.
+    shift = gl.where(highest == float("-inf"), 0.0, highest)
+    moved = gl.max(rises.to(gl.int32), axis=0)
+    highest_smem.index(stage).store(highest)
+    decay_smem.index(stage).store(gl.exp2(before - shift))
+    moved_smem.index(stage).store(gl.full([32], moved, gl.int32, layout=_FLAG))
+    mbarrier.arrive(m_full.index(stage), count=1)
+    scale = gl.full([64, 64], scale_log2, gl.float32, layout=MMA)
+    weights = gl.exp2(gl.fma(dots, scale, gl.expand_dims(-shift, 1)))
+    r_smem.index(stage).store(weights.to(r_smem.dtype))
+    fence_async_shared()
+    mbarrier.arrive(p_full.index(stage), count=1)
+    decay = gl.exp2(own_highest - shift)
+    decay = gl.convert_layout(decay, gl.SliceLayout(1, totals.type.layout), True)
+    decay = gl.expand_dims(decay, 1) + gl.zeros_like(totals)
+    totals = gl.fma(totals, decay, sum_lanes(weights))
+    return highest, totals, moved
+
+
+@gluon.jit
+def has_moved(stage, moved_smem):
+    return gl.max(moved_smem.index(stage).load(_FLAG), axis=0) != 0
