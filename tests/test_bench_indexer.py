@@ -244,9 +244,9 @@ def test_arms_of_ours_pass_their_checks(monkeypatch: pytest.MonkeyPatch) -> None
         "logits": ["mtpgraph"],
         "select": ["mtpgraph", "mtpgraph, two ops"],
         "topk": ["mtpgraph", "torch.topk"],
-        "mla": ["mtpgraph"],
+        "mla": ["mtpgraph", "mtpgraph fp8"],
     }
-    assert [each.check() for group in arms.values() for each in group] == [""] * 6
+    assert [each.check() for group in arms.values() for each in group] == [""] * 7
 
 
 def spoiled(result: Tensor) -> Tensor:
@@ -431,9 +431,9 @@ def test_peers_of_attention_get_slots_and_their_own_caches(
         }
     )
     arms = bench_attention.attention_arms(inputs, peers)
-    assert {each.name: each.check() for each in arms} == dict.fromkeys(
-        ["mtpgraph", "FA3", "FlashMLA fp8", "FlashMLA fp8, split apart", "FlashMLA forward"], ""
-    )
+    flash_mla = ["FlashMLA fp8", "FlashMLA fp8, split apart", "FlashMLA forward"]
+    names = ["mtpgraph", "mtpgraph fp8", "FA3", *flash_mla]
+    assert {each.name: each.check() for each in arms} == dict.fromkeys(names, "")
 
 
 def test_fp8_cache_holds_the_same_keys() -> None:
@@ -469,7 +469,8 @@ def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     monkeypatch.setattr(bench_indexer, "DEVICE", "cpu")
     monkeypatch.setattr(bench_indexer, "SHAPES", {shape.what: [shape] for shape in SMALL})
     monkeypatch.setattr(bench_graph, "measure_ceilings", lambda device: CEILINGS)
-    times = dict.fromkeys(["mtpgraph", "mtpgraph, two ops", "torch.topk"], 5.0)
+    ours = ["mtpgraph", "mtpgraph, two ops", "mtpgraph fp8"]
+    times = dict.fromkeys([*ours, "torch.topk"], 5.0)
     monkeypatch.setattr(bench_graph, "time_arms", timer(times))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
@@ -501,6 +502,7 @@ def test_command_writes_a_json_line_a_shape(
         "torch.topk": {"us": 5.0, "us_min": 4.0, "us_max": 6.0, "apart": False}
     }
     assert rows[1]["also"]["mtpgraph, two ops"]["us"] == 5.0
+    assert rows[3]["also"]["mtpgraph fp8"]["us"] == 5.0
 
 
 def test_command_checks_without_timing(

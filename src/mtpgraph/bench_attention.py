@@ -6,6 +6,7 @@ positions to slots itself; peers are given slots, and queries already split.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,7 +18,6 @@ from .bench_peers import (
     fa3_decode,
     flash_mla_decode,
     flash_mla_forward,
-    fp8_kv_cache,
     fp8_kv_values,
 )
 from .bench_shapes import BLOCK_SIZE, Mla
@@ -33,7 +33,7 @@ class Attention:
     shape: Mla
     q: Tensor
     kv_cache: Tensor
-    fp8_cache: Tensor | None
+    fp8_cache: Tensor
     block_tables: list[Tensor]
     topk_indices: list[Tensor]
     slots: list[Tensor]
@@ -55,7 +55,7 @@ def max_sets(shape: Mla, num_blocks: int) -> int:
     return num_blocks // (shape.num_rows * (shape.context // BLOCK_SIZE))
 
 
-def make_attention(shape: Mla, sets: int, kv_cache: Tensor, fp8_cache: Tensor | None) -> Attention:
+def make_attention(shape: Mla, sets: int, kv_cache: Tensor, fp8_cache: Tensor) -> Attention:
     """Random queries and selections over a pool of random keys."""
     device = kv_cache.device
     columns = shape.context // BLOCK_SIZE
@@ -89,7 +89,6 @@ def make_attention(shape: Mla, sets: int, kv_cache: Tensor, fp8_cache: Tensor | 
 def reference_attention(attention: Attention, i: int, *, fp8: bool) -> Tensor:
     """fp32 [num_tokens, num_heads, latent], over the keys of one of the two caches."""
     cache = attention.fp8_cache if fp8 else attention.kv_cache
-    assert cache is not None
     tokens, latent = cache.flatten(0, 1), attention.shape.latent
     rows = []
     for q, slots in zip(attention.q, attention.slots[i], strict=True):
@@ -101,24 +100,27 @@ def reference_attention(attention: Attention, i: int, *, fp8: bool) -> Tensor:
 
 
 def attention_arms(attention: Attention, peers: Peers) -> list[Arm]:
-    """Ours; FA3 over the bf16 cache, FlashMLA over its fp8 cache and, as prefill, over the bf16."""
+    """Ours over the bf16 and the fp8 cache; FA3 over the former, FlashMLA over the latter and, as
+    prefill, over the former."""
     a, shape = attention, attention.shape
 
-    def ours(i: int) -> Tensor:
+    def ours(kv_cache: Tensor, i: int) -> Tensor:
         batch = (a.topk_indices[i], a.block_tables[i], a.query_start_loc)
-        return ops.sparse_mla_decode(a.q, a.kv_cache, *batch, a.scale, shape.latent)[0]
+        return ops.sparse_mla_decode(a.q, kv_cache, *batch, a.scale, shape.latent)[0]
 
-    arms: list[tuple[str, bool, bool, Callable[[int], Tensor]]] = [("mtpgraph", False, False, ours)]
+    arms: list[tuple[str, bool, bool, Callable[[int], Tensor]]] = [
+        ("mtpgraph", False, False, partial(ours, a.kv_cache)),
+        ("mtpgraph fp8", False, True, partial(ours, a.fp8_cache)),
+    ]
     fa3, flash_mla = peers.get("FA3"), peers.get("FlashMLA")
     if fa3 is not None:
         call = fa3_decode(fa3, a.q, a.kv_cache, a.slots, a.scale, shape.latent)
         arms.append(("FA3", False, False, call))
     if flash_mla is not None and shape.num_heads in (64, 128):
-        if a.fp8_cache is not None:
-            given = (flash_mla, a.q, a.fp8_cache, a.slots, a.scale)
-            for apart in (False, True):
-                name = f"FlashMLA fp8{', split apart' if apart else ''}"
-                arms.append((name, apart, True, flash_mla_decode(*given, apart)))
+        given = (flash_mla, a.q, a.fp8_cache, a.slots, a.scale)
+        for apart in (False, True):
+            name = f"FlashMLA fp8{', split apart' if apart else ''}"
+            arms.append((name, apart, True, flash_mla_decode(*given, apart)))
         call = flash_mla_forward(flash_mla, a.q, a.kv_cache, a.slots, a.scale)
         arms.append(("FlashMLA forward", False, False, call))
     expected: dict[bool, Tensor] = {}
@@ -133,7 +135,7 @@ def attention_arms(attention: Attention, peers: Peers) -> list[Arm]:
             name,
             call,
             lambda call=call, fp8=fp8: check(call, fp8),
-            ours=name == "mtpgraph",
+            ours=name.startswith("mtpgraph"),
             apart=apart,
         )
         for name, apart, fp8, call in arms
@@ -144,8 +146,3 @@ def wrong_attention(out: Tensor, expected: Tensor) -> str:
     """How far ``out`` is off, "" if it is right."""
     error = float((out.float() - expected).norm() / expected.norm())
     return "" if error <= TOLERANCE else f"outputs off by {error:.1e}"
-
-
-def make_fp8_cache(kv_cache: Tensor, peers: Peers) -> Tensor | None:
-    """The pool as FlashMLA keeps it, where FlashMLA is."""
-    return fp8_kv_cache(kv_cache) if peers.get("FlashMLA") is not None else None

@@ -27,7 +27,7 @@ from . import bench_attention as attention
 from . import bench_graph, bench_peers
 from . import bench_scores as scores
 from .bench_graph import Arm, Plan, Timing, first_line
-from .bench_peers import Peers, find_peers
+from .bench_peers import Peers, find_peers, fp8_kv_cache
 from .bench_shapes import SHAPES, Ceilings, Logits, Mla, Shape, TopK
 from .bench_step import commit, versions
 
@@ -142,7 +142,7 @@ def each_shape(
     if kept:
         needed = max(plan.sets * shape.num_rows * shape.context for shape, plan in kept)
         pool = attention.make_kv_cache(needed // BLOCK_SIZE, 576, device)
-        fp8_pool = attention.make_fp8_cache(pool, peers)
+        fp8_pool = fp8_kv_cache(pool)
         for shape, plan in kept:
             inputs = attention.make_attention(shape, plan.sets, pool, fp8_pool)
             yield shape, attention.attention_arms(inputs, peers), plan
