@@ -57,7 +57,11 @@ def start_item(
     item, batch, table, lanes, STEP: gl.constexpr, BLOCK_SIZE: gl.constexpr, SCAN: gl.constexpr
 ):
     """Where an item begins, ends, and ends at most; the blocks of its first ``lanes``, and the
-    indices of those STEP further. Between its end and the limit all indices are -1."""
+    indices of those STEP further.
+
+    Of a token with a request, no index between end and limit is that of a key; without one the end
+    is the beginning, and whatever its indices are, no tile is walked.
+    """
     _group, _part, token, first, limit = place(item, batch)
     topk_row = topk_row_of(token, batch)
     # Before the end is known: there is no index between it and the limit.

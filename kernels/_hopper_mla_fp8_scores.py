@@ -1,8 +1,8 @@
 """The scores of sparse MLA decode from an fp8 cache on compute capability 9.0: dots and weights.
 
 The largest score of a head that its weights are relative to is followed with a delay: it moves when
-a score is more than 2**8 of its weight above it, which is seldom after the first tiles. So sums are
-seldom decayed, and weights are at most 2**8.
+a score is more than 8 above it, in powers of two, which is seldom after the first tiles. So sums
+are seldom decayed, and weights are at most 2**8.
 """
 
 import math
@@ -43,6 +43,7 @@ def start_dots(stage, phase, smem, k_full):
     q_smem, k_smem, r_smem = smem
     zero = gl.full([64, 64], 0.0, gl.float32, layout=MMA)
     mbarrier.wait(k_full.index(stage), phase)
+    # The copies' own fence does not do: their threads do not meet after it.
     fence_async_shared()
     none = opaque(0)
     keys = r_smem.index(stage).permute((1, 0))

@@ -101,7 +101,7 @@ def score(
             is_last = True if SPLIT else start + 64 >= end
             if is_last:
                 total = gl.convert_layout(gl.sum(totals, axis=1), HEADS, True)
-                # NaN counts as a sum: only a head that met no key has a total of 0.
+                # NaN counts as a sum: a total is 0 only if no key has a score above -inf.
                 factor_smem.index(stage).store(1.0 / gl.where(total == 0.0, 1.0, total))
             fence_async_shared()
             mbarrier.arrive(p_full.index(2 * stage + 1), count=1)

@@ -169,7 +169,7 @@ def _attend(
             tile += 1
         mbarrier.arrive(q_empty, count=1)
         total, highest = _whole_totals(own, count, end_smem, e_full, HALF)
-        # NaN counts as a sum: only a head that met no key has a total of 0.
+        # NaN counts as a sum: a total is 0 only if no key has a score above -inf.
         empty = total == 0.0
         if HALF == 0:
             lse = (highest + gl.log2(gl.where(empty, 1.0, total))) * LN_2

@@ -126,7 +126,7 @@ def sparse_mla_decode_kernel(
         block, offset = _load_block(index, table_row, table_stride, max_blocks, BLOCK_SIZE)
         index = _load_index(topk_row, topk_stride, columns + (start - first + 2 * BLOCK_K), end)
 
-    # NaN counts as a sum: only a head that met no key has a total of 0.
+    # NaN counts as a sum: a total is 0 only if no key has a score above -inf.
     empty = total == 0.0
     total = tl.where(empty, 1.0, total)
     out = acc / total[:, None]
