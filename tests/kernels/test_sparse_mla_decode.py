@@ -1,6 +1,7 @@
 """The kernels of sparse_mla_decode against float64, on a cache whose unselected keys are NaN."""
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -382,11 +383,8 @@ def model_inputs(
     }
 
 
-def reference64(inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """The op's formula in float64 on the card, a token at a time."""
-    q, latent_dim, dtype = inputs["q"].double(), inputs["latent_dim"], inputs["q"].dtype
-    out = torch.zeros(*q.shape[:2], latent_dim, dtype=torch.float64, device="cuda")
-    lse = torch.full(q.shape[:2], -math.inf, dtype=torch.float64, device="cuda")
+def keys_of_tokens(inputs: dict[str, Any]) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Each token that has keys: their indices, as they stand, and the keys in float64."""
     starts = inputs["query_start_loc"].tolist()
     for request in range(len(starts) - 1):
         for token in range(starts[request], starts[request + 1]):
@@ -394,10 +392,19 @@ def reference64(inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
             index = index[index >= 0]
             if index.numel():
                 blocks = inputs["block_table"][request][index // 64].long()
-                keys = numbers(inputs["kv_cache"][blocks, index % 64], dtype, latent_dim).cuda()
-                scores = inputs["scale"] * q[token] @ keys.T
-                lse[token] = scores.logsumexp(1)
-                out[token] = scores.softmax(1) @ keys[:, :latent_dim]
+                keys = inputs["kv_cache"][blocks, index % 64]
+                yield token, index, numbers(keys, inputs["q"].dtype, inputs["latent_dim"]).cuda()
+
+
+def reference64(inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """The op's formula in float64 on the card, a token at a time."""
+    q, latent_dim = inputs["q"].double(), inputs["latent_dim"]
+    out = torch.zeros(*q.shape[:2], latent_dim, dtype=torch.float64, device="cuda")
+    lse = torch.full(q.shape[:2], -math.inf, dtype=torch.float64, device="cuda")
+    for token, _index, keys in keys_of_tokens(inputs):
+        scores = inputs["scale"] * q[token] @ keys.T
+        lse[token] = scores.logsumexp(1)
+        out[token] = scores.softmax(1) @ keys[:, :latent_dim]
     return out, lse
 
 
@@ -535,17 +542,10 @@ def test_sparse_mla_on_the_card_of_sorted_scores(
     cut_rows(monkeypatch, num_splits)
     for scale in (0.05, 0.3, 2.0):
         inputs = {**model_inputs(4, 4, 64, fp8=fp8), "scale": scale}
-        starts = inputs["query_start_loc"].tolist()
-        for request in range(len(starts) - 1):
-            for token in range(starts[request], starts[request + 1]):
-                index = inputs["topk_indices"][token]
-                index = index[index >= 0].long()
-                blocks = inputs["block_table"][request][index // 64].long()
-                keys = numbers(inputs["kv_cache"][blocks, index % 64], torch.bfloat16, 512)
-                scores = keys.cuda() @ inputs["q"][token, 0].double()
-                order = scores.argsort(descending=falling)
-                inputs["topk_indices"][token, : len(index)] = index[order].int()
-                inputs["topk_indices"][token, len(index) :] = -1
+        for token, index, keys in keys_of_tokens(inputs):
+            order = (keys @ inputs["q"][token, 0].double()).argsort(descending=falling)
+            inputs["topk_indices"][token] = -1
+            inputs["topk_indices"][token, : len(index)] = index[order].int()
         assert_equals_reference64(inputs)
 
 
