@@ -74,6 +74,19 @@ def _store_keys(smem, FIRST: gl.constexpr, codes, scales):
 
 
 @gluon.jit
+def _copy_rope(smem, keys, valid):
+    """The rotary parts of some keys, which are bf16."""
+    # A thread has the same keys as in the layout of the codes.
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    dims = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
+    rope = gl.convert_layout(keys + 528, gl.SliceLayout(1, LAYOUT), True)
+    rope = gl.expand_dims(rope.to(gl.pointer_type(smem.dtype)), 1)
+    mask = gl.expand_dims(gl.convert_layout(valid, gl.SliceLayout(1, LAYOUT), True), 1)
+    async_load(smem, rope + gl.expand_dims(dims, 0), mask=mask)
+    async_copy.commit_group()
+
+
+@gluon.jit
 def copy_fp8(
     items, batch, queries, table, cache, tiles, bars,
     HALF: gl.constexpr, BLOCK_SIZE: gl.constexpr, SCAN: gl.constexpr,
@@ -82,11 +95,8 @@ def copy_fp8(
     decoded. The second group copies the queries of each item as well."""
     k_smem, r_smem, there_smem = tiles
     k_full, k_empty, q_full, q_empty = bars
-    # A thread has the same keys in both layouts.
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     WORDS: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
     FIRST: gl.constexpr = HALF * 32
-    rope_dims = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
     words = gl.arange(0, 32, layout=gl.SliceLayout(0, WORDS))
     lanes = FIRST + gl.arange(0, 32, layout=gl.SliceLayout(1, WORDS))
 
@@ -116,12 +126,7 @@ def copy_fp8(
 
             mbarrier.wait(k_empty.index(stage), ((tile >> 1) & 1) ^ 1)
             there_smem.index(stage).slice(FIRST, 32).store(valid.to(gl.int8))
-            rope = gl.convert_layout(keys + 528, gl.SliceLayout(1, LAYOUT), True)
-            rope = gl.expand_dims(rope.to(gl.pointer_type(r_smem.dtype)), 1)
-            mask = gl.expand_dims(gl.convert_layout(valid, gl.SliceLayout(1, LAYOUT), True), 1)
-            rope_smem = r_smem.index(stage).slice(FIRST, 32)
-            async_load(rope_smem, rope + gl.expand_dims(rope_dims, 0), mask=mask)
-            async_copy.commit_group()
+            _copy_rope(r_smem.index(stage).slice(FIRST, 32), keys, valid)
             for c in gl.static_range(3):
                 next_codes, next_scales = _load_codes(keys, valid, c + 1, words)
                 _store_keys(k_smem.index(stage * 4 + c), FIRST, codes, scales)

@@ -5,21 +5,19 @@ a score is more than 8 above it, in powers of two, which is seldom after the fir
 are seldom decayed, and weights are at most 2**8.
 """
 
-import math
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     warpgroup_mma,
+    warpgroup_mma_wait,
 )
 
-MMA = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
-HEADS = gl.constexpr(gl.SliceLayout(1, MMA.value))
+from ._hopper_mla_scores import MMA, sum_lanes
+
 _FLAG = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 _MAX_RISE = gl.constexpr(8.0)
-LN_2 = gl.constexpr(math.log(2))
 
 
 @gluon.jit
@@ -32,13 +30,7 @@ def opaque(number):
 
 
 @gluon.jit
-def sum_lanes(weights):
-    """Sums over the keys of each lane of a quad, without an exchange: [64, 4] of [64, 64]."""
-    return gl.sum(gl.sum(gl.reshape(weights, [64, 8, 4, 2]), axis=3), axis=1)
-
-
-@gluon.jit
-def start_dots(stage, phase, smem, k_full):
+def dots_of_tile(stage, phase, smem, k_full):
     """The dots of all heads and the keys of a tile, once those are there."""
     q_smem, k_smem, r_smem = smem
     zero = gl.full([64, 64], 0.0, gl.float32, layout=MMA)
@@ -51,7 +43,7 @@ def start_dots(stage, phase, smem, k_full):
     for c in gl.static_range(4):
         keys = k_smem.index(stage * 4 + c).permute((1, 0))
         dots = warpgroup_mma(q_smem[0].index(c + none), keys, dots, is_async=True)
-    return dots
+    return warpgroup_mma_wait(0, deps=[dots])
 
 
 @gluon.jit

@@ -1,7 +1,5 @@
 """The scores of sparse MLA decode on compute capability 9.0: one warp group's role."""
 
-import math
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -13,17 +11,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ._hopper_mla_copies import copy_queries
-from ._hopper_mla_items import bounds, heads_of_rows, place
+from ._hopper_mla_items import bounds, place
+from ._hopper_mla_stores import store_lse
 
-# of products with half of a tile's keys
+# of products with a tile's keys, and with half of them
+MMA = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+HEADS = gl.constexpr(gl.SliceLayout(1, MMA.value))
 HALF_MMA = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16]))
-_LN_2 = gl.constexpr(math.log(2))
 
 
 @gluon.jit
 def sum_lanes(weights):
-    """Sums over the keys of each lane of a quad, without an exchange: [64, 4] of [64, 32]."""
-    return gl.sum(gl.sum(gl.reshape(weights, [64, 4, 4, 2]), axis=3), axis=1)
+    """Sums over the keys of each lane of a quad, without an exchange: [64, 4] of [64, n]."""
+    return gl.sum(gl.sum(gl.reshape(weights, [64, weights.shape[1] // 8, 4, 2]), axis=3), axis=1)
 
 
 @gluon.jit
@@ -51,10 +51,7 @@ def score(
     """The queries of every item; scores, running softmax and weights; the lse."""
     q_smem, k_smem, r_smem, there_smem, decay_smem, factor_smem = smem
     k_full, d_full, p_full = bars
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    HEADS: gl.constexpr = gl.SliceLayout(1, MMA)
     KEYS: gl.constexpr = gl.SliceLayout(0, MMA)
-    heads = queries[3]
     zero = gl.full([64, 64], 0.0, gl.float32, layout=MMA)
     scale = gl.full([64, 64], scale_log2, gl.float32, layout=MMA)
     no_totals = sum_lanes(gl.full([64, 32], 0.0, gl.float32, layout=HALF_MMA))
@@ -106,9 +103,5 @@ def score(
             fence_async_shared()
             mbarrier.arrive(p_full.index(2 * stage + 1), count=1)
             tile += 1
-        empty = total == 0.0
-        lse = (highest + gl.log2(gl.where(empty, 1.0, total))) * _LN_2
-        head, stored = heads_of_rows(group, gl.arange(0, 64, layout=HEADS), heads)
-        row_ptr = lse_ptr + part.to(gl.int64) * heads[0] + head
-        gl.store(row_ptr, gl.where(empty, float("-inf"), lse), mask=stored)
+        store_lse(highest, total, group, part, lse_ptr, queries[3])
         item += gl.num_programs(0)

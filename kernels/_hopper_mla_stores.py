@@ -1,4 +1,6 @@
-"""Where sums of sparse MLA decode on compute capability 9.0 go: half of the latents of an item."""
+"""What sparse MLA decode on compute capability 9.0 writes: the sums and the lse of an item."""
+
+import math
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -10,6 +12,20 @@ from ._hopper_mla_items import heads_of_rows
 # of products with 128 latents
 SUM_MMA = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 SUM_HEADS = gl.constexpr(gl.SliceLayout(1, SUM_MMA.value))
+_LN_2 = gl.constexpr(math.log(2))
+
+
+@gluon.jit
+def store_lse(highest, total, group, part, lse_ptr, heads):
+    """``total`` is the sum of all weights, in powers of two relative to ``highest``.
+
+    NaN counts as a sum: a total is 0 only if no key has a score above -inf.
+    """
+    empty = total == 0.0
+    lse = (highest + gl.log2(gl.where(empty, 1.0, total))) * _LN_2
+    head, stored = heads_of_rows(group, gl.arange(0, 64, layout=total.type.layout), heads)
+    row_ptr = lse_ptr + part.to(gl.int64) * heads[0] + head
+    gl.store(row_ptr, gl.where(empty, float("-inf"), lse), mask=stored)
 
 
 @gluon.jit

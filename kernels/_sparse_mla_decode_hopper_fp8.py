@@ -22,18 +22,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from ._hopper_mla_fp8_copies import copy_fp8
-from ._hopper_mla_fp8_scores import (
-    HEADS,
-    LN_2,
-    MMA,
-    has_moved,
-    opaque,
-    start_dots,
-    sum_lanes,
-    weigh_tile,
-)
-from ._hopper_mla_items import bounds, heads_of_rows, place
-from ._hopper_mla_stores import SUM_HEADS, SUM_MMA, store_sums
+from ._hopper_mla_fp8_scores import dots_of_tile, has_moved, opaque, weigh_tile
+from ._hopper_mla_items import bounds, place
+from ._hopper_mla_scores import HEADS, MMA, sum_lanes
+from ._hopper_mla_stores import SUM_HEADS, SUM_MMA, store_lse, store_sums
 
 
 @gluon.jit
@@ -43,48 +35,35 @@ def _decay(left, right, stage, decay_smem):
 
 
 @gluon.jit
-def _start_sum(left, right, stage, k_smem, r_smem, HALF: gl.constexpr):
-    weights = r_smem.index(stage)
-    values = k_smem.index(stage * 4 + 2 * HALF)
-    left = warpgroup_mma(weights, values, left, is_async=True)
-    values = k_smem.index(stage * 4 + 2 * HALF + 1)
-    right = warpgroup_mma(weights, values, right, is_async=True)
-    return left, right
-
-
-@gluon.jit
-def _own_tile(left, right, before, own, stage, phase, scale_log2, smem, bars, HALF: gl.constexpr):
-    """The sums with a tile that this group scores."""
+def _sum_tile(
+    left, right, before, own, stage, phase, scale_log2, smem, bars,
+    HALF: gl.constexpr, OWN: gl.constexpr,
+):  # fmt: skip
+    """The sums with a tile: its weights, if it is the group's OWN, or those of the other group, and
+    what they are relative to."""
     q_smem, k_smem, r_smem, there_smem, highest_smem, decay_smem, moved_smem = smem
     k_full, m_full, p_full = bars
-    dots = start_dots(stage, phase, (q_smem, k_smem, r_smem), k_full)
-    dots = warpgroup_mma_wait(0, deps=[dots])
-    own = weigh_tile(
-        dots, before, own, stage, scale_log2,
-        (r_smem, there_smem, highest_smem, decay_smem, moved_smem), (m_full, p_full),
-    )  # fmt: skip
-    if own[2] != 0:
-        left, right = _decay(left, right, stage, decay_smem)
-    left, right = _start_sum(left, right, stage, k_smem, r_smem, HALF)
+    if OWN:
+        dots = dots_of_tile(stage, phase, (q_smem, k_smem, r_smem), k_full)
+        own = weigh_tile(
+            dots, before, own, stage, scale_log2,
+            (r_smem, there_smem, highest_smem, decay_smem, moved_smem), (m_full, p_full),
+        )  # fmt: skip
+        if own[2] != 0:
+            left, right = _decay(left, right, stage, decay_smem)
+    else:
+        # While the weights are made.
+        mbarrier.wait(m_full.index(stage), phase)
+        before = highest_smem.index(stage).load(HEADS)
+        if has_moved(stage, moved_smem):
+            left, right = _decay(left, right, stage, decay_smem)
+        mbarrier.wait(p_full.index(stage), phase)
+        fence_async_shared()
+    weights = r_smem.index(stage)
+    left = warpgroup_mma(weights, k_smem.index(stage * 4 + 2 * HALF), left, is_async=True)
+    right = warpgroup_mma(weights, k_smem.index(stage * 4 + 2 * HALF + 1), right, is_async=True)
     left, right = warpgroup_mma_wait(0, deps=[left, right])
-    return left, right, own
-
-
-@gluon.jit
-def _other_tile(left, right, stage, phase, smem, bars, HALF: gl.constexpr):
-    """The sums with a tile that the other group scores, and what its weights are relative to."""
-    _q_smem, k_smem, r_smem, _there_smem, highest_smem, decay_smem, moved_smem = smem
-    _k_full, m_full, p_full = bars
-    # While the weights are made.
-    mbarrier.wait(m_full.index(stage), phase)
-    highest = highest_smem.index(stage).load(HEADS)
-    if has_moved(stage, moved_smem):
-        left, right = _decay(left, right, stage, decay_smem)
-    mbarrier.wait(p_full.index(stage), phase)
-    fence_async_shared()
-    left, right = _start_sum(left, right, stage, k_smem, r_smem, HALF)
-    left, right = warpgroup_mma_wait(0, deps=[left, right])
-    return left, right, highest
+    return left, right, before, own
 
 
 @gluon.jit
@@ -135,48 +114,33 @@ def _attend(
         for pair in range(tiles // 2):
             stage = opaque(tile & 1)
             phase = (tile >> 1) & 1
-            later = stage ^ 1
+            later_stage = stage ^ 1
             later_phase = ((tile + 1) >> 1) & 1
-            if HALF == 0:
-                left, right, own = _own_tile(
-                    left, right, before, own, stage, phase, scale_log2, smem, tile_bars, HALF
-                )
-                mbarrier.arrive(k_empty.index(stage), count=1)
-                left, right, before = _other_tile(
-                    left, right, later, later_phase, smem, tile_bars, HALF
-                )
-            else:
-                left, right, before = _other_tile(left, right, stage, phase, smem, tile_bars, HALF)
-                mbarrier.arrive(k_empty.index(stage), count=1)
-                left, right, own = _own_tile(
-                    left, right, before, own, later, later_phase, scale_log2, smem, tile_bars, HALF
-                )
-            # The buffer of the last tile is kept for the stores.
-            if not WHOLE_LINES or 2 * pair + 2 < tiles:
-                mbarrier.arrive(k_empty.index(later), count=1)
+            for turn in gl.static_range(2):
+                left, right, before, own = _sum_tile(
+                    left, right, before, own, stage, phase, scale_log2, smem, tile_bars,
+                    HALF, turn == HALF,
+                )  # fmt: skip
+                # The buffer of the last tile is kept for the stores.
+                if turn == 0 or not WHOLE_LINES or 2 * pair + 2 < tiles:
+                    mbarrier.arrive(k_empty.index(stage), count=1)
+                stage, phase = later_stage, later_phase
             tile += 2
         if tiles % 2 > 0:
             stage = tile & 1
-            phase = (tile >> 1) & 1
-            if HALF == 0:
-                left, right, own = _own_tile(
-                    left, right, before, own, stage, phase, scale_log2, smem, tile_bars, HALF
-                )
-            else:
-                left, right, before = _other_tile(left, right, stage, phase, smem, tile_bars, HALF)
+            left, right, before, own = _sum_tile(
+                left, right, before, own, stage, (tile >> 1) & 1, scale_log2, smem, tile_bars,
+                HALF, HALF == 0,
+            )  # fmt: skip
             if not WHOLE_LINES:
                 mbarrier.arrive(k_empty.index(stage), count=1)
             tile += 1
         mbarrier.arrive(q_empty, count=1)
         total, highest = _whole_totals(own, count, end_smem, e_full, HALF)
-        # NaN counts as a sum: a total is 0 only if no key has a score above -inf.
-        empty = total == 0.0
         if HALF == 0:
-            lse = (highest + gl.log2(gl.where(empty, 1.0, total))) * LN_2
-            head, stored = heads_of_rows(group, gl.arange(0, 64, layout=HEADS), heads)
-            row_ptr = lse_ptr + part.to(gl.int64) * heads[0] + head
-            gl.store(row_ptr, gl.where(empty, float("-inf"), lse), mask=stored)
-        factor = gl.convert_layout(1.0 / gl.where(empty, 1.0, total), SUM_HEADS, True)
+            store_lse(highest, total, group, part, lse_ptr, heads)
+        factor = 1.0 / gl.where(total == 0.0, 1.0, total)
+        factor = gl.convert_layout(factor, SUM_HEADS, True)
         factor = gl.expand_dims(factor, 1)
         store_sums(
             left, right, factor, tile, end > first, group, part, out_ptr, heads, k_smem, k_empty,
