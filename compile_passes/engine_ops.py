@@ -85,7 +85,7 @@ def _define(
 
     def run(*args: Any) -> Any:
         given = []
-        for argument, value in zip(op._schema.arguments, args, strict=True):
+        for argument, value in zip(op._schema.arguments, args, strict=False):
             dtype = bytes_of.get(argument.name)
             given.append(value.view(dtype) if dtype and value.dtype == torch.int32 else value)
         return op(*given)
@@ -134,6 +134,9 @@ _define(
 _define(
     "indexer_logits",
     lambda q, max_seq_len, **_: [((q.shape[0], max_seq_len), torch.float32)],
+    # fp32 alone: an engine has no argument that is a dtype
+    "indexer_logits(Tensor q, Tensor weights, Tensor k_cache, Tensor block_table,"
+    " Tensor query_start_loc, Tensor seq_lens, int max_seq_len) -> Tensor",
     q=torch.float8_e4m3fn,
     k_cache=torch.uint8,
 )
@@ -191,7 +194,8 @@ def is_result(node: fx.Node) -> bool:
 
 def fits_engine(node: fx.Node, fixed: Collection[fx.Node]) -> bool:
     """A call of an op can be in an engine: its numbers are constants, its dtypes those of engines
-    or bytes in whole words, and its caches lie there as an engine wants them, for none is copied.
+    or bytes in whole words, its logits are fp32, and its caches lie there as an engine wants them,
+    for none is copied.
 
     Args:
         node: a call of one of ``ENGINE_OPS``
@@ -204,6 +208,9 @@ def fits_engine(node: fx.Node, fixed: Collection[fx.Node]) -> bool:
         tensor = tensor_of(value)
         if name == "num_tokens":
             if size_of(value) is None:
+                return False
+        elif name == "logits_dtype":
+            if value not in (None, torch.float32):
                 return False
         elif tensor is None:
             if type(value) not in (int, float):

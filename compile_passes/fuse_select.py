@@ -4,7 +4,7 @@ The select stands where the logits stood, so it reads the cache that they read. 
 reach memory as a tensor of the graph.
 
 Left alone when
-- the logits have another user, or are changed before the top-k;
+- the logits have another user, are changed before the top-k, or are rounded to bf16;
 - ``row_lens`` is not what the select would compute: the first result of ``flatten_decode`` of the
   same ``query_start_loc`` and ``seq_lens``, for as many tokens as there are logits;
 - one of these, or ``row_lens`` itself, is written before the top-k reads it;
@@ -56,6 +56,13 @@ def _fuse(graph: fx.Graph, topk: fx.Node) -> tuple[str, str] | None:
             f"the logits are changed by {describe(logits)} before the top-k",
             "scale the weights of indexer_logits instead, or keep both ops",
         )
+    scores = arguments(logits)
+    rounded = scores.pop("logits_dtype")
+    if rounded not in (None, torch.float32):
+        return (
+            f"the logits are rounded to {rounded}, which can make equal ones of them",
+            "leave logits_dtype out: the logits of indexer_select do not reach memory for long",
+        )
     others = [user for user in logits.users if user is not topk]
     if others:
         return (
@@ -81,7 +88,7 @@ def _fuse(graph: fx.Graph, topk: fx.Node) -> tuple[str, str] | None:
             "write before flatten_decode or after the top-k",
         )
     with graph.inserting_before(logits):
-        select = graph.call_function(_ops.indexer_select.default, (*arguments(logits).values(), k))
+        select = graph.call_function(_ops.indexer_select.default, (*scores.values(), k))
     copy_meta(topk, select)
     topk.replace_all_uses_with(select)
     graph.erase_node(topk)

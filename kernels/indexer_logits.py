@@ -15,7 +15,7 @@ Layout:
     block_table      [num_reqs, max_blocks] int32       any strides
     query_start_loc  [num_reqs + 1] int32               any stride
     seq_lens         [num_reqs] int32                   any stride
-    logits           [num_tokens, max_seq_len] fp32     last dim contiguous
+    logits           [num_tokens, max_seq_len] fp32 or bf16, rounded to nearest; last dim contiguous
     row_lens         [num_tokens] int32                 written for ``indexer_select`` alone
 
 Grid (programs,): the tiles of TILE keys of all requests, one after the other, are cut into runs of
@@ -286,8 +286,9 @@ def launch(
     query_start_loc: Tensor,
     seq_lens: Tensor,
     max_seq_len: int,
+    logits_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    logits = weights.new_empty(q.shape[0], max_seq_len)
+    logits = weights.new_empty(q.shape[0], max_seq_len, dtype=logits_dtype)
     score_keys(
         q, weights, k_cache, block_table, query_start_loc, seq_lens, max_seq_len, logits, None, 0
     )

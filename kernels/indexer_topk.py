@@ -22,7 +22,7 @@ counts over the row itself, from the bound on (``scan_row``). So it does where -
 the chosen. That is exact for every row, and serves every topk that is too large for registers.
 
 Layout:
-    logits             [num_tokens, width] fp32               any strides
+    logits             [num_tokens, width] fp32 or bf16       any strides
     row_lens           [num_tokens] int32                     any stride
     out                [num_tokens, topk] int32               contiguous
     left               [num_tokens, num_slices, 2, capacity]  contiguous; logits that are left of a
@@ -282,7 +282,7 @@ def largest_positions(
         overlap = OVERLAP and not INTERPRETED and capability(out.device) >= 90
         num_slices = triton.cdiv(width, shape.slice)
         capacity = min(shape.slice, shape.large_block)
-        left = logits.new_empty(num_tokens, num_slices, 2, capacity)
+        left = logits.new_empty(num_tokens, num_slices, 2, capacity, dtype=torch.float32)
         counts = row_lens.new_empty(num_tokens, num_slices)
         bounds = row_lens.new_empty(num_tokens)
         warps = warps_for(shape.chunk)

@@ -20,6 +20,7 @@ def indexer_logits(
     query_start_loc: Tensor,
     seq_lens: Tensor,
     max_seq_len: int,
+    logits_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Score the keys of each request for each of its query tokens, for any mix of query lengths.
 
@@ -41,16 +42,20 @@ def indexer_logits(
         query_start_loc: int32 [num_reqs + 1], first query token of each request
         seq_lens: int32 [num_reqs], keys per request, this step's tokens included; 0 is padding
         max_seq_len: width of the result, ``1 .. max_blocks * block_size``; longer rows are cut
+        logits_dtype: fp32, or bf16 for half of the memory: each score is computed in fp32 and
+            rounded once
 
     Returns:
-        fp32 [num_tokens, max_seq_len], -inf at and past each row's length. A NaN key scores NaN.
+        logits_dtype [num_tokens, max_seq_len], -inf at and past each row's length. A NaN key
+        scores NaN.
 
     Raises:
         TypeError: a dtype is not the one above
         ValueError: shapes, devices, strides or alignment do not fit, or max_seq_len is out of
             range
     """
-    return _op(q, weights, k_cache, block_table, query_start_loc, seq_lens, max_seq_len)
+    batch = (block_table, query_start_loc, seq_lens, max_seq_len)
+    return _op(q, weights, k_cache, *batch, logits_dtype)
 
 
 def check_logits(
@@ -101,7 +106,7 @@ def score_keys(
     seq_lens: Tensor,
     max_seq_len: int,
 ) -> Tensor:
-    """The reference, which ``indexer_select`` shares.
+    """The reference in fp32, which ``indexer_select`` shares.
 
     Dots are summed in float64 and rounded once. They are then exact in all but freak cases, so a
     row has the same scores, and selects the same keys, whichever batch it is computed in.
@@ -179,6 +184,35 @@ def _score_group(
         ]
 
 
+def _check(
+    q: Tensor,
+    weights: Tensor,
+    k_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    max_seq_len: int,
+    logits_dtype: torch.dtype | None = None,
+) -> None:
+    check_logits(q, weights, k_cache, block_table, query_start_loc, seq_lens, max_seq_len)
+    if logits_dtype not in (None, torch.float32, torch.bfloat16):
+        raise TypeError(f"logits_dtype must be torch.float32 or torch.bfloat16, got {logits_dtype}")
+
+
+def _reference(
+    q: Tensor,
+    weights: Tensor,
+    k_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    max_seq_len: int,
+    logits_dtype: torch.dtype | None = None,
+) -> Tensor:
+    logits = score_keys(q, weights, k_cache, block_table, query_start_loc, seq_lens, max_seq_len)
+    return logits.to(logits_dtype or torch.float32)
+
+
 def _fake(
     q: Tensor,
     weights: Tensor,
@@ -187,15 +221,17 @@ def _fake(
     query_start_loc: Tensor,
     seq_lens: Tensor,
     max_seq_len: int,
+    logits_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    return weights.new_empty(q.shape[0], max_seq_len)
+    return weights.new_empty(q.shape[0], max_seq_len, dtype=logits_dtype)
 
 
 _op = register(
     "indexer_logits(Tensor q, Tensor weights, Tensor k_cache, Tensor block_table,"
-    " Tensor query_start_loc, Tensor seq_lens, SymInt max_seq_len) -> Tensor",
-    check=check_logits,
-    reference=score_keys,
+    " Tensor query_start_loc, Tensor seq_lens, SymInt max_seq_len,"
+    " ScalarType? logits_dtype=None) -> Tensor",
+    check=_check,
+    reference=_reference,
     fake=_fake,
     rows={"q": "token", "weights": "token"},
     results=["token"],

@@ -15,7 +15,8 @@ def indexer_topk(logits: Tensor, row_lens: Tensor, topk: int) -> Tensor:
     ``min(topk, row_len)`` positions always come back. DeepSeek-V3.2 selects 2048 keys this way.
 
     Args:
-        logits: fp32 [num_tokens, width], any strides; what lies past ``row_lens`` is not used
+        logits: fp32 or bf16 [num_tokens, width], any strides; what lies past ``row_lens`` is not
+            used
         row_lens: int32 [num_tokens], keys of each row; taken as within ``0 .. width``
         topk: positions per row, at least 1; may exceed ``width``
 
@@ -23,7 +24,7 @@ def indexer_topk(logits: Tensor, row_lens: Tensor, topk: int) -> Tensor:
         int32 [num_tokens, topk], positions in ascending order, then -1
 
     Raises:
-        TypeError: logits is not fp32, or row_lens not int32
+        TypeError: logits is neither fp32 nor bf16, or row_lens not int32
         ValueError: shapes or devices do not match, or topk is below 1
     """
     return _op(logits, row_lens, topk)
@@ -34,7 +35,7 @@ def check_topk(topk: int) -> None:
 
 
 def _check(logits: Tensor, row_lens: Tensor, topk: int) -> None:
-    check_dtype("logits", logits, torch.float32)
+    check_dtype("logits", logits, torch.float32, torch.bfloat16)
     check_dtype("row_lens", row_lens, torch.int32)
     check_shape("logits", logits, num_tokens=None, width=None)
     check_shape("row_lens", row_lens, num_tokens=logits.shape[0])
@@ -51,7 +52,7 @@ def largest_positions(logits: Tensor, row_lens: Tensor, topk: int) -> Tensor:
         out = row_lens.new_full((num_tokens, topk), -1)
         out[:, :width] = torch.where(present, positions, -1)
         return out
-    logits = logits.contiguous()
+    logits = logits.float().contiguous()
     # Adding 0.0 turns -0.0 into 0.0: some sorts tell them apart.
     ranked = torch.where(present & ~logits.isnan(), logits + 0.0, float("-inf"))
     # Absent keys lie behind all present ones, so a stable sort ranks them behind those at -inf.

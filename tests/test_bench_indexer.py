@@ -241,7 +241,7 @@ def small_arms(monkeypatch: pytest.MonkeyPatch, peers: Peers) -> dict[str, list[
 def test_arms_of_ours_pass_their_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     arms = small_arms(monkeypatch, Peers())
     assert {what: [each.name for each in group] for what, group in arms.items()} == {
-        "logits": ["mtpgraph"],
+        "logits": ["mtpgraph", "mtpgraph bf16"],
         "select": ["mtpgraph", "mtpgraph, two ops"],
         "topk": ["mtpgraph", "torch.topk"],
         "mla": ["mtpgraph", "mtpgraph fp8"],
@@ -334,7 +334,7 @@ def test_peer_deep_gemm_is_native_where_it_can_be(
     assert [each.check() for each in arms] == [""] * len(arms)
     # each form twice: with its schedule, and with the schedule made ahead
     assert seen == [form for form in forms for _ in range(2)]
-    assert [each.apart for each in arms] == [False, *([False, True] * len(forms))]
+    assert [each.apart for each in arms] == [False, False, *([False, True] * len(forms))]
 
 
 def test_peers_of_select_are_pairs_of_kernels() -> None:

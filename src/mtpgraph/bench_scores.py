@@ -21,6 +21,7 @@ Selector = Callable[[Tensor, Tensor], Tensor]
 
 # By norm: fp8 products are summed in fp32, in any order.
 LOGITS_TOLERANCE = 1e-3
+ROUNDED_TOLERANCE = 4e-3  # of bf16: half a unit in the last place is 2**-9 at most
 # Whose rows a selector must get right: real logits cluster and tie.
 # The first kind is timed.
 ROW_KINDS = ("random", "clustered", "tied")
@@ -40,9 +41,9 @@ class Scores:
     row_lens: Tensor
     row_requests: Tensor
 
-    def logits(self, i: int) -> Tensor:
+    def logits(self, i: int, dtype: torch.dtype = torch.float32) -> Tensor:
         batch = (self.block_tables[i], self.query_start_loc, self.seq_lens, self.shape.context)
-        return ops.indexer_logits(self.q, self.weights, self.k_cache, *batch)
+        return ops.indexer_logits(self.q, self.weights, self.k_cache, *batch, dtype)
 
     def select(self, i: int, topk: int) -> Tensor:
         batch = (self.block_tables[i], self.query_start_loc, self.seq_lens, self.shape.context)
@@ -107,8 +108,11 @@ def reference_logits(scores: Scores, i: int) -> Tensor:
 
 
 def logits_arms(scores: Scores, peers: Peers) -> list[Arm]:
-    """Ours, and DeepGEMM with and without its schedule, native and flattened."""
-    calls: list[tuple[str, bool, Callable[[int], Tensor]]] = [("mtpgraph", False, scores.logits)]
+    """Ours in fp32 and bf16, and DeepGEMM with and without its schedule, native and flattened."""
+    calls: list[tuple[str, bool, Callable[[int], Tensor]]] = [
+        ("mtpgraph", False, scores.logits),
+        ("mtpgraph bf16", False, lambda i: scores.logits(i, torch.bfloat16)),
+    ]
     for name, apart, call in _deep_gemm(scores, peers):
         calls.append((name, apart, call))
     expected: list[Tensor] = []
@@ -119,7 +123,9 @@ def logits_arms(scores: Scores, peers: Peers) -> list[Arm]:
         return wrong_logits(call(0), expected[0], scores.row_lens)
 
     return [
-        Arm(name, call, lambda call=call: check(call), ours=name == "mtpgraph", apart=apart)
+        Arm(
+            name, call, lambda call=call: check(call), ours=name.startswith("mtpgraph"), apart=apart
+        )
         for name, apart, call in calls
     ]
 
@@ -127,10 +133,11 @@ def logits_arms(scores: Scores, peers: Peers) -> list[Arm]:
 def wrong_logits(logits: Tensor, expected: Tensor, row_lens: Tensor) -> str:
     """How far ``logits`` are off within ``row_lens``, "" if they are right."""
     width = expected.shape[1]
+    allowed = LOGITS_TOLERANCE if logits.dtype == torch.float32 else ROUNDED_TOLERANCE
     seen = torch.arange(width, device=logits.device) < row_lens.unsqueeze(1)
     difference = torch.where(seen, logits[:, :width] - expected, 0)
     error = float(difference.norm() / torch.where(seen, expected, 0).norm())
-    return "" if error <= LOGITS_TOLERANCE else f"logits off by {error:.1e}"
+    return "" if error <= allowed else f"logits off by {error:.1e}"
 
 
 def _deep_gemm(scores: Scores, peers: Peers) -> list[tuple[str, bool, Callable[[int], Tensor]]]:

@@ -61,6 +61,21 @@ def test_fuse_select_leaves_one_op(dynamic: bool):
     assert probe.calls == {"indexer_select": 1}
 
 
+@pytest.mark.parametrize("logits_dtype", [None, torch.float32])
+def test_fuse_select_of_logits_that_are_fp32_in_words(logits_dtype: torch.dtype | None):
+    def step(q, weights, cache, table, qsl, lens):
+        row_lens, _ = ops.flatten_decode(qsl, lens, q.shape[0])
+        logits = torch.ops.mtpgraph.indexer_logits(
+            q, weights, cache, table, qsl, lens, 12, logits_dtype=logits_dtype
+        )
+        return ops.indexer_topk(logits, row_lens, TOPK)
+
+    inputs = make_inputs(ragged_batch(), torch.float32)
+    result, probe = trace(step, *inputs, passes=[fuse_select])
+    assert torch.equal(result, select(*inputs))
+    assert probe.calls == {"indexer_select": 1}
+
+
 def test_fuse_select_keeps_flatten_decode_that_is_used():
     def step(q, weights, cache, table, qsl, lens):
         row_lens, row_requests = ops.flatten_decode(qsl, lens, q.shape[0])
@@ -251,6 +266,12 @@ def logits_changed_in_place(q, weights, cache, table, qsl, lens):
     return ops.indexer_topk(logits, row_lens, TOPK)
 
 
+def logits_rounded(q, weights, cache, table, qsl, lens):
+    row_lens, _ = ops.flatten_decode(qsl, lens, q.shape[0])
+    logits = ops.indexer_logits(q, weights, cache, table, qsl, lens, 12, torch.bfloat16)
+    return ops.indexer_topk(logits, row_lens, TOPK)
+
+
 def logits_returned_beside(q, weights, cache, table, qsl, lens):
     row_lens, _ = ops.flatten_decode(qsl, lens, q.shape[0])
     logits = ops.indexer_logits(q, weights, cache, table, qsl, lens, 12)
@@ -259,6 +280,7 @@ def logits_returned_beside(q, weights, cache, table, qsl, lens):
 
 NOT_ROW_LENS = "row_lens is not the first result of flatten_decode"
 NEAR_MISSES = {
+    logits_rounded: "the logits are rounded to torch.bfloat16",
     logits_used_twice: "the logits are also used by .sum()",
     logits_returned_beside: "the logits are also used by what the step returns",
     logits_changed_in_place: "the logits are also used by setitem",

@@ -210,6 +210,32 @@ def test_bytes_are_inside_where_they_are_whole_words(
         assert whole == {(3, 2, 1): torch.float8_e4m3fn, (4, 4): torch.uint8}
 
 
+@pytest.mark.parametrize("logits_dtype", [torch.float32, torch.bfloat16], ids=str)
+@torch.no_grad()
+def test_logits_in_bf16_stay_outside(
+    builder: FakeBuilder, library: PluginLibrary, logits_dtype: torch.dtype
+):
+    """An engine has no argument that is a dtype; what takes the logits may be in one."""
+
+    def fn(x: Tensor, lens: Tensor, table: Tensor, starts: Tensor, k_cache: Tensor) -> Any:
+        q = x.unflatten(1, (2, 4))
+        batch = (table, starts, lens, 6)
+        logits = ops.indexer_logits(q, x[:, :2], k_cache, *batch, logits_dtype)
+        chosen = ops.indexer_topk(logits, lens, 2)
+        return chosen, ops.topk_to_slots(chosen, table, lens - 1, 2), logits
+
+    x, lens = torch.randn(3, 8), torch.tensor([2, 3, 1], dtype=torch.int32)
+    table, starts = torch.eye(3, dtype=torch.int32), torch.arange(4, dtype=torch.int32)
+    k_cache = torch.full((4, 2 * (4 + 4)), 0x30, dtype=torch.uint8)
+    given = (x, lens, table, starts, k_cache)
+    for a, b in zip(Compiled(fn).fn(*given), fn(*given), strict=True):
+        assert_same_bits(a, b)
+    inside = ["indexer_topk", "topk_to_slots"]
+    if logits_dtype == torch.float32:
+        inside.insert(0, "indexer_logits")
+    assert builder.ops == [inside]
+
+
 @torch.no_grad()
 def test_number_that_is_no_constant_stays_outside(builder: FakeBuilder, library: PluginLibrary):
     def fn(logits: Tensor, lens: Tensor) -> tuple[Tensor, ...]:

@@ -81,7 +81,14 @@ def attend_to_selected(q, weights, cache, kv_cache, table, qsl, lens):
     return torch.cat([out.float().flatten(1), lse], 1)
 
 
-FORMS = [logits, select, attend, attend_to_selected]
+def rounded_logits(q, weights, cache, kv_cache, table, qsl, lens):
+    row_lens, row_requests = ops.flatten_decode(qsl, lens, q.shape[0])
+    rows = ops.expand_block_table(table, row_requests)
+    starts = torch.arange(q.shape[0] + 1, dtype=torch.int32)
+    return ops.indexer_logits(q, weights, cache, rows, starts, row_lens, WIDTH, torch.bfloat16)
+
+
+FORMS = [logits, rounded_logits, select, attend, attend_to_selected]
 
 
 @each_batch

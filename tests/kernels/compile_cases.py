@@ -150,13 +150,13 @@ CASES += [
     Case(
         name,
         "indexer_topk",
-        lambda num_tokens=num_tokens, width=width, topk=topk: {
-            "logits": meta(num_tokens, width),
+        lambda num_tokens=num_tokens, width=width, topk=topk, dtype=dtype: {
+            "logits": meta(num_tokens, width, dtype=dtype),
             "row_lens": int32(num_tokens),
             "topk": topk,
         },
     )
-    for name, num_tokens, width, topk in [
+    for name, num_tokens, width, topk, *dtypes in [
         ("indexer_topk", 64, 33, 7),
         ("indexer_topk, one block", 64, 8192, 2048),
         ("indexer_topk, the largest block of a row", 64, 16384, 2048),
@@ -169,7 +169,10 @@ CASES += [
         ("indexer_topk, long rows, many of them", 256, 32768, 2048),
         ("indexer_topk, long rows, the largest block", 64, 65536, 4096),
         ("indexer_topk, a topk beyond a block", 64, 131072, 12000),
+        ("indexer_topk of bf16, one block", 64, 8192, 2048, torch.bfloat16),
+        ("indexer_topk of bf16, long rows", 64, 131072, 2048, torch.bfloat16),
     ]
+    for dtype in dtypes or [torch.float32]
 ]
 
 
@@ -418,6 +421,14 @@ CASES += [
         lambda: {**index_inputs(torch.float8_e4m3fn, num_tokens=8192), "max_seq_len": 1 << 23},
         archs=(90,),
     ),
+    *[
+        Case(
+            f"indexer_logits in bf16, of {dtype}",
+            "indexer_logits",
+            lambda dtype=dtype: {**index_inputs(dtype), "logits_dtype": torch.bfloat16},
+        )
+        for dtype in (torch.float8_e4m3fn, torch.bfloat16)
+    ],
     Case(
         "indexer_select of fp8",
         "indexer_select",

@@ -90,6 +90,24 @@ def test_logits_of_each_query_dtype(dtype: torch.dtype, device: str) -> None:
 
 
 @pytest.mark.usefixtures("short_tiles")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_logits_in_bf16(dtype: torch.dtype, device: str) -> None:
+    assert_rounded(make_inputs(LONG, dtype=dtype, device=device)[0])
+
+
+def assert_rounded(inputs: dict[str, Any]) -> None:
+    """Logits in bf16 are those in fp32, rounded; the interpreter cuts off what does not fit."""
+    expected = launch(**inputs)
+    actual = launch(**inputs, logits_dtype=torch.bfloat16)
+    assert actual.dtype == torch.bfloat16
+    if actual.is_cuda:
+        assert_same_bits(actual, expected.bfloat16())
+    else:
+        bits = expected.view(torch.int32) & -0x10000
+        assert_same_bits(actual, bits.view(torch.float32).bfloat16())
+
+
+@pytest.mark.usefixtures("short_tiles")
 @pytest.mark.parametrize(
     ("num_heads", "head_dim", "block_size"),
     [(1, 4, 1), (0, 8, 4), (4, 32, 8), (16, 64, 64), (5, 33, 4), (70, 12, 16), (3, 140, 32)],
@@ -289,7 +307,9 @@ def error_on_the_card(dtype: torch.dtype) -> float:
 def test_logits_on_the_card_equal_float64(
     query_lens: list[int], longest: int, dtype: torch.dtype
 ) -> None:
-    assert_scores(card_inputs(query_lens, longest, dtype=dtype), error_on_the_card(dtype))
+    inputs = card_inputs(query_lens, longest, dtype=dtype)
+    assert_scores(inputs, error_on_the_card(dtype))
+    assert_rounded(inputs)
 
 
 @pytest.mark.gpu

@@ -1,5 +1,6 @@
 """The kernel for compute capability 9.0, which takes the shapes of the large models alone."""
 
+import functools
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from ..ops.test_indexer_logits import Case, make_inputs
 from .gpu import assert_replays
 from .test_indexer_logits import (
     FP8_ERROR,
+    assert_rounded,
     assert_rows_equal_alone,
     assert_scores,
     card_inputs,
@@ -208,7 +210,9 @@ def small(case: Case, num_heads: int = 64) -> dict[str, Any]:
 @pytest.mark.parametrize("num_heads", [32, 64])
 @pytest.mark.parametrize("case", BATCHES.values(), ids=BATCHES.keys())
 def test_hopper_logits_of_every_batch(case: Case, num_heads: int) -> None:
-    assert_scores(small(case, num_heads), FP8_ERROR)
+    inputs = small(case, num_heads)
+    assert_scores(inputs, FP8_ERROR)
+    assert_rounded(inputs)
 
 
 @pytest.mark.gpu
@@ -230,7 +234,9 @@ def test_hopper_logits_of_random_batches() -> None:
     + [([0] * 63 + [2], 300), ([1] * 64, 200), ([0] * 64 + [3], 300), ([1] * 65, 200)],
 )
 def test_hopper_logits_equal_float64(query_lens: list[int], longest: int, num_heads: int) -> None:
-    assert_scores(card_inputs(query_lens, longest, num_heads=num_heads), FP8_ERROR)
+    inputs = card_inputs(query_lens, longest, num_heads=num_heads)
+    assert_scores(inputs, FP8_ERROR)
+    assert_rounded(inputs)
 
 
 @pytest.mark.gpu
@@ -391,6 +397,7 @@ def test_hopper_logits_replay() -> None:
     query_lens = [[1, 3, 2, 8], [4, 4, 3, 3], [0, 14, 0, 0]]
     inputs = [card_inputs(lens, 2000, seed=seed) for seed, lens in enumerate(query_lens)]
     assert_replays(ops.indexer_logits, inputs)
+    assert_replays(functools.partial(ops.indexer_logits, logits_dtype=torch.bfloat16), inputs)
 
 
 @pytest.mark.gpu
@@ -426,6 +433,10 @@ def test_hopper_logits_past_2_31_bytes() -> None:
     assert_same_bits(wide[:, :130].contiguous(), short)
     assert bool((wide[-1, 130:] == float("-inf")).all())
     assert bool((wide[1100, 130:] == float("-inf")).all())
+    del wide
+    wide = launch(**many | {"max_seq_len": 2**20}, logits_dtype=torch.bfloat16)
+    assert_same_bits(wide[:, :130].contiguous(), short.bfloat16())
+    assert bool((wide[-1, 130:] == float("-inf")).all())
 
 
 @pytest.mark.gpu

@@ -129,6 +129,19 @@ def test_topk_of_each_width_equals_sort(width: int, topk: int, device: str) -> N
 
 
 @pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize(
+    ("width", "topk"), [(128, 100), (257, 13), (900, 64), (1600, 64), (300, 1000), (600, 200)]
+)
+def test_topk_of_bf16_rows(width: int, topk: int, device: str) -> None:
+    inputs = make_inputs(4, width, topk, device)
+    inputs["logits"] = inputs["logits"].bfloat16()
+    assert_equals_sort(**inputs)
+    # of a few hundred values, many are equal
+    inputs["logits"] = (torch.randn(4, width) + 3).to(device, torch.bfloat16)
+    assert_equals_sort(**inputs)
+
+
+@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("share", [0.02, 0.2, 0.6, 1.0, 1.4, 5.0])
 def test_topk_whatever_the_filter_leaves(
     share: float, monkeypatch: pytest.MonkeyPatch, device: str
@@ -308,6 +321,8 @@ def test_topk_on_the_card_equals_sort(num_tokens: int, width: int, topk: int) ->
     # full rows, and ties at every threshold
     inputs["row_lens"].fill_(width)
     inputs["logits"] = (inputs["logits"] * 20).round_()
+    assert_same_bits(launch(**inputs), reference(**inputs))
+    inputs["logits"] = torch.randn_like(inputs["logits"]).bfloat16()
     assert_same_bits(launch(**inputs), reference(**inputs))
 
 

@@ -78,6 +78,18 @@ def test_indexer_logits_of_each_query_dtype(dtype: torch.dtype, device: str) -> 
     assert_close(ops.indexer_logits(**inputs), expected)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@each_batch
+def test_indexer_logits_in_bf16(case: Case, dtype: torch.dtype, device: str) -> None:
+    """Each score rounded once: to nearest, ties to even."""
+    inputs, expected, _ = make_inputs(case, dtype=dtype, device=device)
+    actual = ops.indexer_logits(**inputs, logits_dtype=torch.bfloat16)
+    assert actual.dtype == torch.bfloat16
+    assert actual.is_contiguous()
+    assert_close(actual, expected)
+    assert_same_bits(actual, ops.indexer_logits(**inputs, logits_dtype=torch.float32).bfloat16())
+
+
 @pytest.mark.parametrize(
     ("num_heads", "head_dim", "block_size"), [(1, 4, 1), (4, 32, 8), (16, 64, 64), (5, 33, 4)]
 )
@@ -372,7 +384,17 @@ REFUSALS: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "error", "match"), REFUSALS)
+DTYPE_REFUSALS = [
+    (
+        {"logits_dtype": dtype},
+        TypeError,
+        f"logits_dtype must be torch.float32 or torch.bfloat16, got {dtype}",
+    )
+    for dtype in (torch.float16, torch.float64, torch.float8_e4m3fn)
+]
+
+
+@pytest.mark.parametrize(("changes", "error", "match"), [*REFUSALS, *DTYPE_REFUSALS])
 def test_indexer_logits_refuses(
     changes: dict[str, Any], error: type[Exception], match: str
 ) -> None:
@@ -391,6 +413,7 @@ def test_indexer_logits_opcheck() -> None:
         inputs,
         make_inputs(([1], [9], 0), dtype=torch.bfloat16)[0],
         make_inputs(([], [], 2), dtype=torch.float8_e4m3fn)[0],
+        {**inputs, "logits_dtype": torch.bfloat16},
         {
             **inputs,
             "q": inputs["q"].transpose(0, 1).contiguous().transpose(0, 1),
@@ -399,9 +422,10 @@ def test_indexer_logits_opcheck() -> None:
     )
 
 
-def test_indexer_logits_compiled_equals_eager() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_indexer_logits_compiled_equals_eager(dtype: torch.dtype) -> None:
     assert_compiled_equals_eager(
-        ops.indexer_logits,
+        lambda **inputs: ops.indexer_logits(**inputs, logits_dtype=dtype),
         [
             lambda: make_inputs(([1, 3, 0], [7, 3, 0], 2), num_heads=7)[0],
             lambda: make_inputs(([2] * 5, [4, 29, 5, 2, 2], 3), num_heads=7)[0],

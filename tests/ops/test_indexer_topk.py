@@ -50,6 +50,19 @@ def test_indexer_topk_equals_sort(topk: int, device: str) -> None:
     assert actual.is_contiguous()
 
 
+def test_indexer_topk_of_bf16_rows(device: str) -> None:
+    """Many of the values are equal, the more so the coarser they are."""
+    for scale in (1, 0.1, 10):
+        inputs = make_inputs(topk=9, device=device)
+        inputs["logits"] = (torch.randn(7, 40) * scale + 3).to(device, torch.bfloat16)
+        expected = topk_oracle(inputs["logits"], inputs["row_lens"].tolist(), 9)
+        assert_same_bits(ops.indexer_topk(**inputs), expected)
+    inputs = make_inputs(topk=9, device=device)
+    inputs["logits"] = inputs["logits"].bfloat16()
+    expected = topk_oracle(inputs["logits"], inputs["row_lens"].tolist(), 9)
+    assert_same_bits(ops.indexer_topk(**inputs), expected)
+
+
 def test_indexer_topk_equals_sort_on_random_rows(full: bool, device: str) -> None:
     for _ in range(500 if full else 30):
         num_tokens, width, topk = (int(torch.randint(0, high, ())) for high in (5, 70, 30))
@@ -149,9 +162,9 @@ def test_indexer_topk_of_nothing(num_tokens: int, width: int, device: str) -> No
     ("changes", "error", "match"),
     [
         (
-            {"logits": torch.zeros(7, 40, dtype=torch.bfloat16)},
+            {"logits": torch.zeros(7, 40, dtype=torch.float16)},
             TypeError,
-            "logits must have dtype torch.float32, got torch.bfloat16",
+            "logits must have dtype torch.float32 or torch.bfloat16, got torch.float16",
         ),
         (
             {"row_lens": torch.zeros(7, dtype=torch.int64)},
@@ -192,6 +205,7 @@ def test_indexer_topk_opcheck() -> None:
         make_inputs(1, 40, 64),
         make_inputs(0, 40, 4),
         {**inputs, "logits": inputs["logits"].t().contiguous().t()},
+        {**inputs, "logits": inputs["logits"].bfloat16()},
     )
 
 

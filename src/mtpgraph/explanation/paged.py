@@ -47,6 +47,7 @@ def _indexer_logits(
     query_start_loc: Any,
     seq_lens: Any,
     max_seq_len: int,
+    logits_dtype: Any,
     outputs: int,
 ) -> tuple:
     keys, at_most = _keys(query_start_loc, seq_lens, max_seq_len)
@@ -75,7 +76,7 @@ def _indexer_select(
     topk: int,
     outputs: int,
 ) -> tuple:
-    scored = (q, weights, k_cache, block_table, query_start_loc, seq_lens, max_seq_len)
+    scored = (q, weights, k_cache, block_table, query_start_loc, seq_lens, max_seq_len, None)
     # the logits live in scratch memory: written once, read once; not at all if every key is chosen
     num_tokens = q.sizes[0]
     logits = 0 if topk >= max_seq_len else num_tokens * max_seq_len * 4
