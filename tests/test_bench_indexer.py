@@ -246,7 +246,7 @@ def test_arms_of_ours_pass_their_checks(monkeypatch: pytest.MonkeyPatch) -> None
         "topk": ["mtpgraph", "torch.topk"],
         "mla": ["mtpgraph", "mtpgraph fp8"],
     }
-    assert [each.check() for group in arms.values() for each in group] == [""] * 7
+    assert [each.check() for group in arms.values() for each in group] == [""] * 8
 
 
 def spoiled(result: Tensor) -> Tensor:
@@ -469,7 +469,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     monkeypatch.setattr(bench_indexer, "DEVICE", "cpu")
     monkeypatch.setattr(bench_indexer, "SHAPES", {shape.what: [shape] for shape in SMALL})
     monkeypatch.setattr(bench_graph, "measure_ceilings", lambda device: CEILINGS)
-    ours = ["mtpgraph", "mtpgraph, two ops", "mtpgraph fp8"]
+    ours = ["mtpgraph", "mtpgraph, two ops", "mtpgraph bf16", "mtpgraph fp8"]
     times = dict.fromkeys([*ours, "torch.topk"], 5.0)
     monkeypatch.setattr(bench_graph, "time_arms", timer(times))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -502,6 +502,7 @@ def test_command_writes_a_json_line_a_shape(
         "torch.topk": {"us": 5.0, "us_min": 4.0, "us_max": 6.0, "apart": False}
     }
     assert rows[1]["also"]["mtpgraph, two ops"]["us"] == 5.0
+    assert rows[0]["also"]["mtpgraph bf16"]["us"] == 5.0
     assert rows[3]["also"]["mtpgraph fp8"]["us"] == 5.0
 
 
