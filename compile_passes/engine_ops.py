@@ -1,7 +1,7 @@
 """Pure ops of this package that a TensorRT engine can hold, and what they look like inside of one.
 
 An engine has no tensors of one byte an element and no sizes among its inputs. So each op has a
-twin in the namespace ``mtpgraph_engine``, which gives the same results and takes
+twin in the namespace ``mtpgraph_engine``, which gives the same results (logits in fp32) and takes
 
 - a cache of bytes, or a query of fp8, as int32 words: a view with a quarter of the last dimension;
 - a number of tokens as a tensor that has as many rows, or as a constant.
@@ -85,7 +85,8 @@ def _define(
 
     def run(*args: Any) -> Any:
         given = []
-        for argument, value in zip(op._schema.arguments, args, strict=False):
+        # of an argument that the twin does not have, the op takes its default
+        for argument, value in zip(op._schema.arguments[: len(args)], args, strict=True):
             dtype = bytes_of.get(argument.name)
             given.append(value.view(dtype) if dtype and value.dtype == torch.int32 else value)
         return op(*given)

@@ -56,12 +56,11 @@ def _fuse(graph: fx.Graph, topk: fx.Node) -> tuple[str, str] | None:
             f"the logits are changed by {describe(logits)} before the top-k",
             "scale the weights of indexer_logits instead, or keep both ops",
         )
-    scores = arguments(logits)
-    rounded = scores.pop("logits_dtype")
-    if rounded not in (None, torch.float32):
+    scores = tensor_of(logits)
+    if scores is not None and scores.dtype != torch.float32:
         return (
-            f"the logits are rounded to {rounded}, which can make equal ones of them",
-            "leave logits_dtype out: the logits of indexer_select do not reach memory for long",
+            f"the logits are rounded to {scores.dtype}, which can make equal ones of them",
+            "leave logits_dtype out: the fused op hands out no logits, and chooses from fp32",
         )
     others = [user for user in logits.users if user is not topk]
     if others:
@@ -87,8 +86,10 @@ def _fuse(graph: fx.Graph, topk: fx.Node) -> tuple[str, str] | None:
             "computed from while the two ops use them",
             "write before flatten_decode or after the top-k",
         )
+    scored = arguments(logits)
+    del scored["logits_dtype"]
     with graph.inserting_before(logits):
-        select = graph.call_function(_ops.indexer_select.default, (*scores.values(), k))
+        select = graph.call_function(_ops.indexer_select.default, (*scored.values(), k))
     copy_meta(topk, select)
     topk.replace_all_uses_with(select)
     graph.erase_node(topk)

@@ -2,8 +2,9 @@
 
 A block is [32, WARPS, GROUPS, 4], or the other way round up to the last axis: ``places`` gives the
 place of each key. A warp has one run of the block, and a thread four neighbours at a time: loads
-are of 16 bytes, and a prefix sum needs the other warps once, not once for every key. That is how
-Triton hands out the axes of such a load, 3.6 from the first one on and 3.7 and later from the last.
+are of 16 bytes (8 of bf16), and a prefix sum needs the other warps once, not once for every key.
+That is how Triton hands out the axes of such a load, 3.6 from the first one on and 3.7 and later
+from the last.
 
 A logit is ordered by its key, an int32: that of -0.0 is that of 0.0, and that of NaN is that of
 -inf.

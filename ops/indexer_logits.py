@@ -55,6 +55,9 @@ def indexer_logits(
             range
     """
     batch = (block_table, query_start_loc, seq_lens, max_seq_len)
+    if logits_dtype == torch.float32:
+        # one form for what is the same; and AOTInductor of torch 2.11 misreads any dtype
+        return _op(q, weights, k_cache, *batch)
     return _op(q, weights, k_cache, *batch, logits_dtype)
 
 

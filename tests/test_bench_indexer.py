@@ -257,16 +257,17 @@ def spoiled(result: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("op", "what", "problem"),
+    ("op", "what", "arm", "problem"),
     [
-        ("indexer_logits", "logits", "logits off by"),
-        ("indexer_topk", "topk", "1 of 3 rows differ"),
-        ("indexer_select", "select", "1 of 4 rows differ"),
-        ("sparse_mla_decode", "mla", "outputs off by"),
+        ("indexer_logits", "logits", 0, "logits off by"),
+        ("indexer_logits", "logits", 1, "logits off by"),
+        ("indexer_topk", "topk", 0, "1 of 3 rows differ"),
+        ("indexer_select", "select", 0, "1 of 4 rows differ"),
+        ("sparse_mla_decode", "mla", 0, "outputs off by"),
     ],
 )
 def test_arms_find_a_wrong_result(
-    op: str, what: str, problem: str, monkeypatch: pytest.MonkeyPatch
+    op: str, what: str, arm: int, problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = getattr(ops, op)
 
@@ -275,7 +276,18 @@ def test_arms_find_a_wrong_result(
         return (10 * result[0], result[1]) if isinstance(result, tuple) else spoiled(result)
 
     monkeypatch.setattr(ops, op, wrong)
-    assert problem in small_arms(monkeypatch, Peers())[what][0].check()
+    assert problem in small_arms(monkeypatch, Peers())[what][arm].check()
+
+
+def test_logits_that_are_cut_off_are_wrong() -> None:
+    expected = torch.randn(4, 5000)
+    lens = torch.full((4,), 5000, dtype=torch.int32)
+    cut = (expected.view(torch.int32) & -0x10000).view(torch.float32).bfloat16()
+    assert bench_scores.wrong_logits(expected.bfloat16(), expected, lens) == ""
+    assert "logits off by 3" in bench_scores.wrong_logits(cut, expected, lens)
+    assert "logits off by 1" in bench_scores.wrong_logits(
+        expected.bfloat16().float(), expected, lens
+    )
 
 
 def deep_gemm(seen: list[tuple[int, ...]]) -> Any:

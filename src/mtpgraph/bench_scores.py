@@ -21,7 +21,7 @@ Selector = Callable[[Tensor, Tensor], Tensor]
 
 # By norm: fp8 products are summed in fp32, in any order.
 LOGITS_TOLERANCE = 1e-3
-ROUNDED_TOLERANCE = 4e-3  # of bf16: half a unit in the last place is 2**-9 at most
+ROUNDED_TOLERANCE = 2.5e-3  # of bf16: to round is 1.7e-3 by norm, to cut off 3.3e-3
 # Whose rows a selector must get right: real logits cluster and tie.
 # The first kind is timed.
 ROW_KINDS = ("random", "clustered", "tied")

@@ -272,6 +272,14 @@ def logits_rounded(q, weights, cache, table, qsl, lens):
     return ops.indexer_topk(logits, row_lens, TOPK)
 
 
+def logits_rounded_by_keyword(q, weights, cache, table, qsl, lens):
+    row_lens, _ = ops.flatten_decode(qsl, lens, q.shape[0])
+    logits = torch.ops.mtpgraph.indexer_logits(
+        q, weights, cache, table, qsl, lens, 12, logits_dtype=torch.bfloat16
+    )
+    return ops.indexer_topk(logits, row_lens, TOPK)
+
+
 def logits_returned_beside(q, weights, cache, table, qsl, lens):
     row_lens, _ = ops.flatten_decode(qsl, lens, q.shape[0])
     logits = ops.indexer_logits(q, weights, cache, table, qsl, lens, 12)
@@ -281,6 +289,7 @@ def logits_returned_beside(q, weights, cache, table, qsl, lens):
 NOT_ROW_LENS = "row_lens is not the first result of flatten_decode"
 NEAR_MISSES = {
     logits_rounded: "the logits are rounded to torch.bfloat16",
+    logits_rounded_by_keyword: "the logits are rounded to torch.bfloat16",
     logits_used_twice: "the logits are also used by .sum()",
     logits_returned_beside: "the logits are also used by what the step returns",
     logits_changed_in_place: "the logits are also used by setitem",

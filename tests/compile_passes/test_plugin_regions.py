@@ -228,12 +228,15 @@ def test_logits_in_bf16_stay_outside(
     table, starts = torch.eye(3, dtype=torch.int32), torch.arange(4, dtype=torch.int32)
     k_cache = torch.full((4, 2 * (4 + 4)), 0x30, dtype=torch.uint8)
     given = (x, lens, table, starts, k_cache)
-    for a, b in zip(Compiled(fn).fn(*given), fn(*given), strict=True):
+    compiled = Compiled(fn)
+    for a, b in zip(compiled.fn(*given), fn(*given), strict=True):
         assert_same_bits(a, b)
     inside = ["indexer_topk", "topk_to_slots"]
+    outside = {"indexer_logits": 1}
     if logits_dtype == torch.float32:
-        inside.insert(0, "indexer_logits")
+        inside.insert(0, outside.popitem()[0])
     assert builder.ops == [inside]
+    assert compiled.stats.hybrid == outside
 
 
 @torch.no_grad()

@@ -74,6 +74,7 @@ CASES = [
     *(("sparse_mla_decode", dtype) for dtype in (torch.float16, torch.bfloat16)),
     *(("indexer_logits", dtype) for dtype in (torch.bfloat16, FP8)),
     *(("indexer_select", dtype) for dtype in (torch.bfloat16, FP8)),
+    ("indexer_topk", torch.bfloat16),
 ]
 
 
@@ -82,7 +83,7 @@ def test_plugin_gives_the_bits_of_the_op(library: PluginLibrary, name: str, dtyp
     """Into memory of 0xFF, on the stream it is given, with bytes in the form of words."""
     tensorrt_plugins.register_plugins(library.trt)
     given = make_inputs(name)
-    for key in {"q", "kv_cache"} & given.keys():
+    for key in {"q", "kv_cache", "logits"} & given.keys():
         given[key] = given[key].to(dtype)
     expected = getattr(torch.ops.mtpgraph, name)(**given)
     if name == "flatten_decode":

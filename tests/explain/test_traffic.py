@@ -107,12 +107,14 @@ Q = 3 * HEADS * HEAD_DIM * 4 + 3 * HEADS * 4 + 3 * 4 + 2 * 4
 """Queries, weights, starts and lengths."""
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("known", "keys"), [(True, 16), (False, 64)])
-def test_traffic_of_logits(known: bool, keys: int) -> None:
+def test_traffic_of_logits(known: bool, keys: int, dtype: torch.dtype) -> None:
     """Keys of the contexts with their scales and their entries in the table; not the cache."""
-    op = moved(partial(ops.indexer_logits, max_seq_len=32), *indexer_inputs(), known=known)
+    score = partial(ops.indexer_logits, max_seq_len=32, logits_dtype=dtype)
+    op = moved(score, *indexer_inputs(), known=known)
     assert op.read == Q + keys * (HEAD_DIM + 4) + keys // BLOCK * 4
-    assert (op.written, op.at_most) == (3 * 32 * 4, not known)
+    assert (op.written, op.at_most) == (3 * 32 * dtype.itemsize, not known)
 
 
 def test_traffic_of_select() -> None:

@@ -66,6 +66,7 @@ VALUES: dict[str, Callable[[int], Tensor]] = {
     "ascending": lambda n: torch.arange(n).float(),
     "descending": lambda n: -torch.arange(n).float(),
 }
+each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 each_values = pytest.mark.parametrize("values", VALUES.values(), ids=VALUES.keys())
 
 
@@ -177,10 +178,13 @@ def test_topk_of_each_row_length(device: str) -> None:
 
 
 @pytest.mark.usefixtures("small_blocks")
+@each_dtype
 @each_values
-def test_topk_of_each_kind_of_values(values: Callable[[int], Tensor], device: str) -> None:
+def test_topk_of_each_kind_of_values(
+    values: Callable[[int], Tensor], dtype: torch.dtype, device: str
+) -> None:
     """A row in one block, one through the filter, and one by the scan."""
-    logits = torch.stack([values(300), values(300)]).to(device)
+    logits = torch.stack([values(300), values(300)]).to(device, dtype)
     assert_equals_sort(logits, int32([300, 101], device), 15)
     assert _topk_plan.plan(1, 300, 200, 132) is None
     assert_equals_sort(logits[:1], int32([300], device), 200)
@@ -242,12 +246,13 @@ def test_topk_of_random_rows(full: bool, device: str) -> None:
 
 
 @pytest.mark.usefixtures("small_blocks")
+@each_dtype
 @pytest.mark.parametrize("topk", [13, 65])
-def test_topk_of_strided_rows(topk: int, device: str) -> None:
+def test_topk_of_strided_rows(topk: int, dtype: torch.dtype, device: str) -> None:
     inputs = make_inputs(2, 140, topk, device)
+    logits = inputs["logits"] = inputs["logits"].to(dtype)
     expected = launch(**inputs)
-    logits = inputs["logits"]
-    wide = torch.full((2, 290), INF, device=device)
+    wide = torch.full((2, 290), INF, device=device, dtype=dtype)
     wide[:, 5:285:2] = logits
     for view in (wide[:, 5:285:2], logits.t().contiguous().t()):
         assert_same_bits(launch(view, inputs["row_lens"], topk), expected)
@@ -256,10 +261,11 @@ def test_topk_of_strided_rows(topk: int, device: str) -> None:
 
 
 @pytest.mark.usefixtures("small_blocks")
+@each_dtype
 @pytest.mark.parametrize("width", [37, 39, 301])
-def test_topk_of_the_last_columns_of_a_storage(width: int, device: str) -> None:
+def test_topk_of_the_last_columns_of_a_storage(width: int, dtype: torch.dtype, device: str) -> None:
     """Vectors of 4 logits may reach past the end of a row, into its padding, not past memory."""
-    storage = torch.full((2 * 320 + width,), INF, device=device)
+    storage = torch.full((2 * 320 + width,), INF, device=device, dtype=dtype)
     view = storage.as_strided((3, width), (320, 1))
     view.copy_(torch.randn(3, width))
     assert not _topk_plan.reads_vectors(view, width)

@@ -414,12 +414,28 @@ def test_indexer_logits_opcheck() -> None:
         make_inputs(([1], [9], 0), dtype=torch.bfloat16)[0],
         make_inputs(([], [], 2), dtype=torch.float8_e4m3fn)[0],
         {**inputs, "logits_dtype": torch.bfloat16},
+        {**make_inputs(([], [], 0))[0], "logits_dtype": torch.bfloat16},
         {
             **inputs,
             "q": inputs["q"].transpose(0, 1).contiguous().transpose(0, 1),
             "k_cache": strided_pool(inputs["k_cache"]),
         },
     )
+
+
+def test_indexer_logits_in_fp32_are_the_default() -> None:
+    """One graph, whether it is said or not."""
+    calls = []
+
+    def keep(gm: torch.fx.GraphModule, examples: list[Any]) -> torch.fx.GraphModule:
+        calls.extend(node for node in gm.graph.nodes if "indexer_logits" in str(node.target))
+        return gm
+
+    inputs = make_inputs()[0]
+    for given in ({}, {"logits_dtype": torch.float32}):
+        torch._dynamo.reset()
+        torch.compile(ops.indexer_logits, backend=keep, fullgraph=True)(**inputs, **given)
+    assert [len(call.args) + len(call.kwargs) for call in calls] == [7, 7]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
