@@ -69,6 +69,7 @@ def check_logits(
     query_start_loc: Tensor,
     seq_lens: Tensor,
     max_seq_len: int,
+    logits_dtype: torch.dtype | None = None,
 ) -> None:
     """The check, which ``indexer_select`` shares."""
     check_dtype("q", q, torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32)
@@ -98,6 +99,8 @@ def check_logits(
         query_start_loc=query_start_loc,
         seq_lens=seq_lens,
     )
+    if logits_dtype not in (None, torch.float32, torch.bfloat16):
+        raise TypeError(f"logits_dtype must be torch.float32 or torch.bfloat16, got {logits_dtype}")
 
 
 def score_keys(
@@ -108,13 +111,15 @@ def score_keys(
     query_start_loc: Tensor,
     seq_lens: Tensor,
     max_seq_len: int,
+    logits_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The reference in fp32, which ``indexer_select`` shares.
+    """The reference, which ``indexer_select`` shares.
 
-    Dots are summed in float64 and rounded once. They are then exact in all but freak cases, so a
-    row has the same scores, and selects the same keys, whichever batch it is computed in.
+    Dots are summed in float64 and rounded once, to fp32, and from there to ``logits_dtype``. They
+    are then exact in all but freak cases, so a row has the same scores, and selects the same keys,
+    whichever batch it is computed in.
     """
-    logits = weights.new_full((q.shape[0], max_seq_len), float("-inf"))
+    logits = weights.new_full((q.shape[0], max_seq_len), float("-inf"), dtype=logits_dtype)
     if k_cache.shape[0] == 0:
         return logits
     bounds = row_bounds(query_start_loc, q.shape[0])
@@ -182,38 +187,8 @@ def _score_group(
             block_size, dim=1
         ).unsqueeze(1)
         scores = torch.where(seen, scores, float("-inf"))
-        logits[tokens, start : min(start + scores.shape[2], longest)] = scores[
-            :, :, : longest - start
-        ]
-
-
-def _check(
-    q: Tensor,
-    weights: Tensor,
-    k_cache: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    max_seq_len: int,
-    logits_dtype: torch.dtype | None = None,
-) -> None:
-    check_logits(q, weights, k_cache, block_table, query_start_loc, seq_lens, max_seq_len)
-    if logits_dtype not in (None, torch.float32, torch.bfloat16):
-        raise TypeError(f"logits_dtype must be torch.float32 or torch.bfloat16, got {logits_dtype}")
-
-
-def _reference(
-    q: Tensor,
-    weights: Tensor,
-    k_cache: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    max_seq_len: int,
-    logits_dtype: torch.dtype | None = None,
-) -> Tensor:
-    logits = score_keys(q, weights, k_cache, block_table, query_start_loc, seq_lens, max_seq_len)
-    return logits.to(logits_dtype or torch.float32)
+        scores = scores[:, :, : longest - start].to(logits.dtype)
+        logits[tokens, start : start + scores.shape[2]] = scores
 
 
 def _fake(
@@ -233,8 +208,8 @@ _op = register(
     "indexer_logits(Tensor q, Tensor weights, Tensor k_cache, Tensor block_table,"
     " Tensor query_start_loc, Tensor seq_lens, SymInt max_seq_len,"
     " ScalarType? logits_dtype=None) -> Tensor",
-    check=_check,
-    reference=_reference,
+    check=check_logits,
+    reference=score_keys,
     fake=_fake,
     rows={"q": "token", "weights": "token"},
     results=["token"],
