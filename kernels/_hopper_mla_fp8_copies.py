@@ -8,7 +8,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ._hopper import async_load, prefetch, reinterpret
-from ._hopper_mla_copies import copy_queries, load_block, places_of, start_item
+from ._hopper_mla_copies import copy_queries, load_block, places_of, start_item, there_of
 from ._hopper_mla_items import load_index, place
 
 
@@ -89,7 +89,7 @@ def _copy_rope(smem, keys, valid):
 @gluon.jit
 def copy_fp8(
     items, batch, queries, table, cache, tiles, bars,
-    HALF: gl.constexpr, BLOCK_SIZE: gl.constexpr, SCAN: gl.constexpr,
+    HALF: gl.constexpr, BLOCK_SIZE: gl.constexpr, SCAN: gl.constexpr, TOKENS: gl.constexpr,
 ):  # fmt: skip
     """32 keys of every tile: the codes of the next 128 dims are on their way while others are
     decoded. The second group copies the queries of each item as well."""
@@ -105,27 +105,27 @@ def copy_fp8(
     tile = 0
     while item < items:
         if HALF == 1:
-            group, _part, token, _first, _limit = place(item, batch)
+            share, _part, token, _row, _first, _limit = place(item, batch, TOKENS)
             # No dot of the item before needs them.
             mbarrier.wait(q_empty, (items_done & 1) ^ 1)
-            copy_queries(token, group, queries[0], queries[1])
+            copy_queries(token, share, queries[0], queries[1], TOKENS)
             async_copy.mbarrier_arrive(q_full, increment_count=False)
         first, end, limit, topk_row, table_row, index, block, offset = start_item(
-            item, batch, table, lanes, 64, BLOCK_SIZE, SCAN
+            item, batch, table, lanes, 64, BLOCK_SIZE, SCAN, TOKENS
         )
-        keys, valid = places_of(block, offset, cache, table)
+        keys, valid, tokens = places_of(block, offset, cache, table, TOKENS)
         codes, scales = _load_codes(keys, valid, 0, words)
-        block, offset = load_block(index, table_row, table, BLOCK_SIZE)
-        index = load_index(topk_row, batch[0][2], first + 128 + lanes, limit)
+        block, offset = load_block(index, table_row, table, BLOCK_SIZE, TOKENS)
+        index = load_index(topk_row, batch[0][2], first + 128 + lanes, limit, TOKENS)
         for start in range(first, end, 64):
             stage = tile & 1
-            next_keys, next_valid = places_of(block, offset, cache, table)
+            next_keys, next_valid, next_tokens = places_of(block, offset, cache, table, TOKENS)
             _prefetch(next_keys, next_valid)
-            block, offset = load_block(index, table_row, table, BLOCK_SIZE)
-            index = load_index(topk_row, batch[0][2], start + 192 + lanes, limit)
+            block, offset = load_block(index, table_row, table, BLOCK_SIZE, TOKENS)
+            index = load_index(topk_row, batch[0][2], start + 192 + lanes, limit, TOKENS)
 
             mbarrier.wait(k_empty.index(stage), ((tile >> 1) & 1) ^ 1)
-            there_smem.index(stage).slice(FIRST, 32).store(valid.to(gl.int8))
+            there_smem.index(stage).slice(FIRST, 32).store(there_of(valid, tokens, TOKENS))
             _copy_rope(r_smem.index(stage).slice(FIRST, 32), keys, valid)
             for c in gl.static_range(3):
                 next_codes, next_scales = _load_codes(keys, valid, c + 1, words)
@@ -136,7 +136,7 @@ def copy_fp8(
             # It waits for loads that are under way: the next ones come after it.
             fence_async_shared()
             mbarrier.arrive(k_full.index(stage), count=1)
-            keys, valid = next_keys, next_valid
+            keys, valid, tokens = next_keys, next_valid, next_tokens
             codes, scales = _load_codes(keys, valid, 0, words)
             tile += 1
         items_done += 1

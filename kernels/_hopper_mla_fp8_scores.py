@@ -14,19 +14,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ._hopper_mla_scores import MMA, sum_lanes
+from ._hopper_mla_scores import MMA, contain, keys_of_rows, opaque, sum_lanes, watch
 
 _FLAG = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 _MAX_RISE = gl.constexpr(8.0)
-
-
-@gluon.jit
-def opaque(number):
-    """A number that is not known to the compiler: what follows from it is worked out where it is
-    used, and not held in registers."""
-    return gl.inline_asm_elementwise(
-        "mov.b32 $0, $1;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1
-    )
 
 
 @gluon.jit
@@ -47,16 +38,18 @@ def dots_of_tile(stage, phase, smem, k_full):
 
 
 @gluon.jit
-def weigh_tile(dots, before, own, stage, scale_log2, smem, bars):
+def weigh_tile(dots, before, own, stage, scale_log2, smem, bars, TOKENS: gl.constexpr):
     """Store the weights of a tile, what they are relative to, and the decay of earlier sums.
 
     ``before`` is what the weights of the tile before are relative to. ``own`` is that of the last
     tile of this group, the sums of its weights, and whether there is a decay; so is the result.
     """
-    r_smem, there_smem, highest_smem, decay_smem, moved_smem = smem
+    k_smem, r_smem, there_smem, highest_smem, decay_smem, moved_smem, wrong_smem = smem
     m_full, p_full = bars
     own_highest, totals, _moved = own
-    there = gl.expand_dims(there_smem.index(stage).load(gl.SliceLayout(0, MMA)) != 0, 0)
+    there = keys_of_rows(there_smem.index(stage), TOKENS)
+    if TOKENS > 0:
+        dots = watch(dots, wrong_smem)
     dots = gl.where(there, dots, float("-inf"))
     highest = gl.max(dots, axis=1) * scale_log2
     rises = highest > before + _MAX_RISE
@@ -68,6 +61,8 @@ def weigh_tile(dots, before, own, stage, scale_log2, smem, bars):
     decay_smem.index(stage).store(gl.exp2(before - shift))
     moved_smem.index(stage).store(gl.full([32], moved, gl.int32, layout=_FLAG))
     mbarrier.arrive(m_full.index(stage), count=1)
+    if TOKENS > 0:
+        contain(stage, wrong_smem, k_smem)
     scale = gl.full([64, 64], scale_log2, gl.float32, layout=MMA)
     weights = gl.exp2(gl.fma(dots, scale, gl.expand_dims(-shift, 1)))
     r_smem.index(stage).store(weights.to(r_smem.dtype))

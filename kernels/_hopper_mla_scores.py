@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ._hopper_mla_copies import copy_queries
-from ._hopper_mla_items import bounds, place
+from ._hopper_mla_items import bounds, place, token_of_rows
 from ._hopper_mla_stores import store_lse
 
 # of products with a tile's keys, and with half of them
@@ -45,13 +45,62 @@ def weigh(exponents, smem, left_full, SPLIT: gl.constexpr):
 
 
 @gluon.jit
+def keys_of_rows(there_smem, TOKENS: gl.constexpr):
+    """Which keys of a tile each of the 64 rows of a program has."""
+    there = gl.expand_dims(there_smem.load(gl.SliceLayout(0, MMA)), 0)
+    if TOKENS > 0:
+        token = token_of_rows(gl.arange(0, 64, layout=HEADS), TOKENS)
+        there = there.to(gl.int32) & (1 << gl.expand_dims(token, 1))
+    return there != 0
+
+
+@gluon.jit
+def watch(dots, wrong_smem):
+    """Dots, those that are inf as NaN; each warp says in ``wrong_smem`` whether there is NaN."""
+    none = dots * 0.0
+    wrong = gl.reshape(sum_lanes(none), [4, 2, 8, 4])
+    wrong = (gl.sum(wrong, axis=1) != 0.0).to(gl.int32)
+    wrong = gl.max(gl.max(wrong, axis=2), axis=1)
+    wrong_smem.store(wrong)
+    return dots + none
+
+
+@gluon.jit
+def contain(stage, wrong_smem, k_smem):
+    """What is not finite of the latents of a tile becomes 0, after a ``watch`` and a barrier.
+
+    A key that is not finite must not reach the tokens of a group that have not selected it: their
+    weights are 0, and 0 times inf or NaN is NaN. Those that have get NaN from its dot.
+    """
+    WARPS: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    if gl.max(wrong_smem.load(WARPS), axis=0) != 0:
+        for c in range(4):
+            for first in gl.static_range(0, 64, 16):
+                keys = k_smem.index(stage * 4 + c).slice(first, 16)
+                latents = keys.load(LAYOUT)
+                finite = latents.to(gl.float32) * 0.0 == 0.0
+                keys.store(gl.where(finite, latents, 0.0).to(k_smem.dtype))
+        fence_async_shared()
+
+
+@gluon.jit
+def opaque(number):
+    """A number that is not known to the compiler: what follows from it is worked out where it is
+    used, and not held in registers."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def score(
-    items, batch, queries, lse_ptr, scale_log2, smem, bars, SPLIT: gl.constexpr, SCAN: gl.constexpr
-):
+    items, batch, queries, lse_ptr, scale_log2, smem, bars,
+    SPLIT: gl.constexpr, SCAN: gl.constexpr, TOKENS: gl.constexpr,
+):  # fmt: skip
     """The queries of every item; scores, running softmax and weights; the lse."""
-    q_smem, k_smem, r_smem, there_smem, decay_smem, factor_smem = smem
+    q_smem, k_smem, r_smem, there_smem, decay_smem, factor_smem, wrong_smem = smem
     k_full, d_full, p_full = bars
-    KEYS: gl.constexpr = gl.SliceLayout(0, MMA)
     zero = gl.full([64, 64], 0.0, gl.float32, layout=MMA)
     scale = gl.full([64, 64], scale_log2, gl.float32, layout=MMA)
     no_totals = sum_lanes(gl.full([64, 32], 0.0, gl.float32, layout=HALF_MMA))
@@ -59,11 +108,11 @@ def score(
     item = gl.program_id(0)
     tile = 0
     while item < items:
-        group, part, token, first, limit = place(item, batch)
+        share, part, token, row, first, limit = place(item, batch, TOKENS)
         # The dots of the item before are done. Whether the token has a request is not known yet.
-        copy_queries(token, group, queries, q_smem)
+        copy_queries(token, share, queries, q_smem, TOKENS)
         async_copy.commit_group()
-        _request, end = bounds(token, first, limit, batch, SCAN)
+        _request, end = bounds(row, first, limit, batch, SCAN, TOKENS)
         highest = gl.full([64], float("-inf"), gl.float32, layout=HEADS)
         total = gl.full([64], 0.0, gl.float32, layout=HEADS)
         totals = no_totals
@@ -72,15 +121,19 @@ def score(
             stage = tile & 1
             mbarrier.wait(k_full.index(stage), (tile >> 1) & 1)
             fence_async_shared()
+            # With more to hold, what describes the queries would not fit into registers.
+            none = opaque(0) if TOKENS > 0 else 0
             dots = warpgroup_mma(
                 q_smem[1], r_smem.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
             )
             for c in gl.static_range(4):
                 keys = k_smem.index(stage * 4 + c).permute((1, 0))
-                dots = warpgroup_mma(q_smem[0].index(c), keys, dots, is_async=True)
-            there = gl.expand_dims(there_smem.index(stage).load(KEYS) != 0, 0)
+                dots = warpgroup_mma(q_smem[0].index(c + none), keys, dots, is_async=True)
+            there = keys_of_rows(there_smem.index(stage), TOKENS)
             dots = warpgroup_mma_wait(0, deps=[dots])
 
+            if TOKENS > 0:
+                dots = watch(dots, wrong_smem)
             dots = gl.where(there, dots, float("-inf"))
             new_highest = gl.maximum(highest, gl.max(dots, axis=1) * scale_log2)
             # -inf - (-inf) is NaN: heads that have met no key subtract 0.
@@ -89,6 +142,8 @@ def score(
             highest = new_highest
             decay_smem.index(stage).store(decay)
             mbarrier.arrive(d_full.index(stage), count=1)
+            if TOKENS > 0:
+                contain(stage, wrong_smem, k_smem)
             exponents = gl.fma(dots, scale, gl.expand_dims(-shift, 1))
             left, right = weigh(exponents, r_smem.index(stage), p_full.index(2 * stage), SPLIT)
             decay = gl.convert_layout(decay, gl.SliceLayout(1, totals.type.layout), True)
@@ -103,5 +158,5 @@ def score(
             fence_async_shared()
             mbarrier.arrive(p_full.index(2 * stage + 1), count=1)
             tile += 1
-        store_lse(highest, total, group, part, lse_ptr, queries[3])
+        store_lse(highest, total, share, part, lse_ptr, queries[3], TOKENS)
         item += gl.num_programs(0)

@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ._hopper import reinterpret
-from ._hopper_mla_items import heads_of_rows
+from ._hopper_mla_items import out_rows
 
 # of products with 128 latents
 SUM_MMA = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
@@ -16,29 +16,29 @@ _LN_2 = gl.constexpr(math.log(2))
 
 
 @gluon.jit
-def store_lse(highest, total, group, part, lse_ptr, heads):
+def store_lse(highest, total, share, part, lse_ptr, heads, TOKENS: gl.constexpr):
     """``total`` is the sum of all weights, in powers of two relative to ``highest``.
 
     NaN counts as a sum: a total is 0 only if no key has a score above -inf.
     """
     empty = total == 0.0
     lse = (highest + gl.log2(gl.where(empty, 1.0, total))) * _LN_2
-    head, stored = heads_of_rows(group, gl.arange(0, 64, layout=total.type.layout), heads)
-    row_ptr = lse_ptr + part.to(gl.int64) * heads[0] + head
-    gl.store(row_ptr, gl.where(empty, float("-inf"), lse), mask=stored)
+    row, stored = out_rows(share, part, gl.arange(0, 64, layout=total.type.layout), heads, TOKENS)
+    gl.store(lse_ptr + row, gl.where(empty, float("-inf"), lse), mask=stored)
 
 
 @gluon.jit
-def _out_ptrs(rows, latents, group, part, out_ptr, heads):
+def _out_ptrs(rows, latents, share, part, out_ptr, heads, TOKENS: gl.constexpr):
     """Where the latents of some rows of a program go, and which of them there are."""
-    head, stored = heads_of_rows(group, rows, heads)
-    row = part.to(gl.int64) * heads[0] + head
+    row, stored = out_rows(share, part, rows, heads, TOKENS)
     ptrs = out_ptr + gl.expand_dims(row * 512, 1) + gl.expand_dims(latents, 0)
     return ptrs, gl.expand_dims(stored, 1)
 
 
 @gluon.jit
-def _store_lines(tile, rows_of_tile, group, part, out_ptr, heads, FIRST: gl.constexpr):
+def _store_lines(
+    tile, rows_of_tile, share, part, out_ptr, heads, FIRST: gl.constexpr, TOKENS: gl.constexpr
+):
     """Latents FIRST .. FIRST + 127 through shared memory: a warp writes whole lines.
 
     Few rows at a time: the sums hold the registers.
@@ -48,15 +48,15 @@ def _store_lines(tile, rows_of_tile, group, part, out_ptr, heads, FIRST: gl.cons
     tile.store(rows_of_tile)
     for r in gl.static_range(0, 64, 16):
         rows = r + gl.arange(0, 16, layout=gl.SliceLayout(1, LAYOUT))
-        ptrs, mask = _out_ptrs(rows, latents, group, part, out_ptr, heads)
+        ptrs, mask = _out_ptrs(rows, latents, share, part, out_ptr, heads, TOKENS)
         values = tile.slice(r, 16, dim=0).load(LAYOUT)
         gl.store(ptrs, values.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @gluon.jit
 def store_sums(
-    left, right, factor, tile, any_key, group, part, out_ptr, heads, k_smem, k_empty,
-    HALF: gl.constexpr, SPLIT: gl.constexpr, WHOLE_LINES: gl.constexpr,
+    left, right, factor, tile, any_key, share, part, out_ptr, heads, k_smem, k_empty,
+    HALF: gl.constexpr, SPLIT: gl.constexpr, WHOLE_LINES: gl.constexpr, TOKENS: gl.constexpr,
 ):  # fmt: skip
     """``left`` and ``right``, 128 latents each, times ``factor``; ``tile`` is the first of the next
     item.
@@ -71,13 +71,13 @@ def store_sums(
     if WHOLE_LINES and any_key:
         stage = (tile - 1) & 1
         sums = stages.index(stage * 2 + HALF)
-        _store_lines(sums, left * factor, group, part, out_ptr, heads, FIRST)
-        _store_lines(sums, right * factor, group, part, out_ptr, heads, FIRST + 128)
+        _store_lines(sums, left * factor, share, part, out_ptr, heads, FIRST, TOKENS)
+        _store_lines(sums, right * factor, share, part, out_ptr, heads, FIRST + 128, TOKENS)
         mbarrier.arrive(k_empty.index(stage), count=1)
     elif not SPLIT or any_key:
         rows = gl.arange(0, 64, layout=SUM_HEADS)
         latents = FIRST + gl.arange(0, 128, layout=gl.SliceLayout(0, SUM_MMA))
-        ptrs, mask = _out_ptrs(rows, latents, group, part, out_ptr, heads)
+        ptrs, mask = _out_ptrs(rows, latents, share, part, out_ptr, heads, TOKENS)
         scaled = left * factor
         gl.store(ptrs, scaled.to(dtype), mask=mask)
         scaled = right * factor

@@ -5,7 +5,8 @@ latent of 512, a rotary part of 64, and rows that copies of 16 bytes can read. A
 kernel of its own (``_sparse_mla_decode_hopper_fp8``), with other roles and the same launch.
 
 A program per SM walks over items, each 64 heads of one part of a query token, 64 keys at a time;
-while multiprocessors are free, 32 or 16 heads in tiles of the same size:
+while multiprocessors are free, 32 or 16 heads in tiles of the same size; and of many tokens of few
+heads a group of one request, which shares its keys (``_shared_keys``):
 
     copy        the keys of a tile into one of two buffers, by cp.async, and which of them there are
     score       the queries, by cp.async, before it is known whose they are; the dots of all 576
@@ -37,12 +38,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ._hopper_mla_copies import copy_keys
 from ._hopper_mla_items import MAX_ALONE, bounds, place
 from ._hopper_mla_scores import score
 from ._hopper_mla_stores import SUM_HEADS, SUM_MMA, store_sums
+from ._shared_keys import share_keys
 from ._sparse_mla_decode_hopper_fp8 import sparse_mla_decode_hopper_fp8_kernel
 
 LATENT_DIM = 512
@@ -62,6 +64,7 @@ _LOG2_E = math.log2(math.e)
 def _value(
     items, batch, out_ptr, heads, smem, bars,
     HALF: gl.constexpr, SPLIT: gl.constexpr, SCAN: gl.constexpr, WHOLE_LINES: gl.constexpr,
+    TOKENS: gl.constexpr,
 ):  # fmt: skip
     """256 latents of the weighted sum."""
     k_smem, r_smem, decay_smem, factor_smem = smem
@@ -70,8 +73,8 @@ def _value(
     item = gl.program_id(0)
     tile = 0
     while item < items:
-        group, part, token, first, limit = place(item, batch)
-        _request, end = bounds(token, first, limit, batch, SCAN)
+        share, part, _token, row, first, limit = place(item, batch, TOKENS)
+        _request, end = bounds(row, first, limit, batch, SCAN, TOKENS)
         left = gl.full([64, 128], 0.0, gl.float32, layout=SUM_MMA)
         right = gl.full([64, 128], 0.0, gl.float32, layout=SUM_MMA)
         factor = gl.full([64], 1.0, gl.float32, layout=SUM_HEADS)
@@ -100,8 +103,8 @@ def _value(
             tile += 1
         factor = gl.expand_dims(factor, 1)
         store_sums(
-            left, right, factor, tile, end > first, group, part, out_ptr, heads, k_smem, k_empty,
-            HALF, SPLIT, WHOLE_LINES,
+            left, right, factor, tile, end > first, share, part, out_ptr, heads, k_smem, k_empty,
+            HALF, SPLIT, WHOLE_LINES, TOKENS,
         )  # fmt: skip
         item += gl.num_programs(0)
 
@@ -120,7 +123,7 @@ def sparse_mla_decode_hopper_kernel(
     q_token_stride, q_head_stride, kv_block_stride, kv_token_stride,
     topk_token_stride, topk_stride, table_request_stride, table_stride, query_start_loc_stride,
     BLOCK_SIZE: gl.constexpr, SCAN: gl.constexpr, SPLIT: gl.constexpr,
-    WHOLE_LINES: gl.constexpr, REGS: gl.constexpr, COPY_REGS: gl.constexpr,
+    WHOLE_LINES: gl.constexpr, TOKENS: gl.constexpr, REGS: gl.constexpr, COPY_REGS: gl.constexpr,
 ):
     # fmt: on
     if SPLIT:
@@ -136,6 +139,8 @@ def sparse_mla_decode_hopper_kernel(
     there_smem = gl.allocate_shared_memory(gl.int8, [2, 64], FLAT)
     decay_smem = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT)
     factor_smem = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT)
+    # Without shared keys nothing uses it, and it takes no memory.
+    wrong_smem = gl.allocate_shared_memory(gl.int32, [4], FLAT)
     k_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     d_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -157,21 +162,24 @@ def sparse_mla_decode_hopper_kernel(
     )  # fmt: skip
     table = (block_table_ptr, table_request_stride, (table_stride, max_blocks, num_blocks))
     cache = (kv_cache_ptr, kv_block_stride, kv_token_stride)
-    heads = (num_heads, block_h)
+    heads = (num_heads, block_h, num_splits)
     queries = (q_ptr, q_token_stride, q_head_stride, heads)
     tiles = (k_smem, r_smem, there_smem)
     value_smem, value_bars = (k_smem, r_smem, decay_smem, factor_smem), (d_full, p_full, k_empty)
-    score_smem = (q_all, k_smem, r_smem, there_smem, decay_smem, factor_smem)
+    score_smem = (q_all, k_smem, r_smem, there_smem, decay_smem, factor_smem, wrong_smem)
+    if TOKENS > 0:
+        gdc_wait()
+        items = gl.load(query_start_loc_ptr)
     gl.warp_specialize(
         [
             (score, (items, batch, queries, lse_ptr, scale_log2, score_smem,
-                     (k_full, d_full, p_full), SPLIT, SCAN)),
+                     (k_full, d_full, p_full), SPLIT, SCAN, TOKENS)),
             (_value, (items, batch, out_ptr, heads, value_smem, value_bars,
-                      0, SPLIT, SCAN, WHOLE_LINES)),
+                      0, SPLIT, SCAN, WHOLE_LINES, TOKENS)),
             (_value, (items, batch, out_ptr, heads, value_smem, value_bars,
-                      1, SPLIT, SCAN, WHOLE_LINES)),
+                      1, SPLIT, SCAN, WHOLE_LINES, TOKENS)),
             (copy_keys, (items, batch, table, cache, tiles, (k_full, k_empty),
-                         BLOCK_SIZE, SCAN)),
+                         BLOCK_SIZE, SCAN, TOKENS)),
         ],
         [4, 4, 4],
         [REGS, REGS, COPY_REGS],
@@ -218,35 +226,44 @@ def heads_of_program(parts: int, num_heads: int, num_programs: int) -> int:
 def launch(
     q: Tensor, kv_cache: Tensor, topk_indices: Tensor, block_table: Tensor,
     query_start_loc: Tensor, out: Tensor, lse: Tensor,
-    scale: float, split_size: int, num_splits: int, num_programs: int,
+    scale: float, split_size: int, num_splits: int, num_programs: int, tokens: int,
 ) -> int:  # fmt: skip
     """Write ``out`` and ``lse``, final or of the parts, with at most ``num_programs`` programs.
 
-    Returns the number of them.
+    ``tokens`` of a request share their keys, or none if it is 0. Returns the number of programs.
     """
     num_tokens, num_heads, _ = q.shape
     num_blocks, block_size, _ = kv_cache.shape
     num_reqs, max_blocks = block_table.shape
-    block_h = heads_of_program(num_tokens * num_splits, num_heads, num_programs)
-    groups = triton.cdiv(num_heads, block_h)
-    items = num_tokens * num_splits * groups
+    starts, starts_stride = query_start_loc, query_start_loc.stride(0)
+    if tokens:
+        max_keys = max_blocks * block_size
+        topk_indices, starts = share_keys(
+            topk_indices, query_start_loc, max_keys, tokens, num_splits, split_size
+        )
+        starts_stride = starts.stride(0)
+        block_h, groups, items = BLOCK_H, 1, len(topk_indices)
+    else:
+        block_h = heads_of_program(num_tokens * num_splits, num_heads, num_programs)
+        groups = triton.cdiv(num_heads, block_h)
+        items = num_tokens * num_splits * groups
     programs = min(items, num_programs)
     if kv_cache.dtype == torch.uint8:
         kernel, registers = sparse_mla_decode_hopper_fp8_kernel, FP8_REGISTERS
     else:
         kernel, registers = sparse_mla_decode_hopper_kernel, REGISTERS
     kernel[(programs,)](
-        q, kv_cache, topk_indices, block_table, query_start_loc,
+        q, kv_cache, topk_indices, block_table, starts,
         out, lse,
         scale * _LOG2_E,
         items, num_reqs, num_heads, num_blocks, max_blocks,
         topk_indices.shape[1], split_size, num_splits, groups, block_h,
         q.stride(0), q.stride(1), kv_cache.stride(0), kv_cache.stride(1),
-        *topk_indices.stride(), *block_table.stride(), query_start_loc.stride(0),
+        *topk_indices.stride(), *block_table.stride(), starts_stride,
         BLOCK_SIZE=block_size, SCAN=scan(split_size, items, num_programs),
         SPLIT=num_splits > 1, WHOLE_LINES=block_h == BLOCK_H and num_tokens >= MIN_TOKENS_OF_LINES,
-        REGS=registers[0], COPY_REGS=registers[1],
-        num_warps=4, maxnreg=128,
+        TOKENS=tokens, REGS=registers[0], COPY_REGS=registers[1],
+        num_warps=4, maxnreg=128, launch_pdl=tokens > 0,
     )  # fmt: skip
     return programs
 

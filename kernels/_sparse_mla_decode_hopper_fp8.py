@@ -19,12 +19,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ._hopper_mla_fp8_copies import copy_fp8
-from ._hopper_mla_fp8_scores import dots_of_tile, has_moved, opaque, weigh_tile
+from ._hopper_mla_fp8_scores import dots_of_tile, has_moved, weigh_tile
 from ._hopper_mla_items import bounds, place
-from ._hopper_mla_scores import HEADS, MMA, sum_lanes
+from ._hopper_mla_scores import HEADS, MMA, opaque, sum_lanes
 from ._hopper_mla_stores import SUM_HEADS, SUM_MMA, store_lse, store_sums
 
 
@@ -37,17 +37,19 @@ def _decay(left, right, stage, decay_smem):
 @gluon.jit
 def _sum_tile(
     left, right, before, own, stage, phase, scale_log2, smem, bars,
-    HALF: gl.constexpr, OWN: gl.constexpr,
+    HALF: gl.constexpr, OWN: gl.constexpr, TOKENS: gl.constexpr,
 ):  # fmt: skip
     """The sums with a tile: its weights, if it is the group's OWN, or those of the other group, and
     what they are relative to."""
-    q_smem, k_smem, r_smem, there_smem, highest_smem, decay_smem, moved_smem = smem
+    q_smem, k_smem, r_smem, there_smem, highest_smem, decay_smem, moved_smem, wrong_smem = smem
     k_full, m_full, p_full = bars
     if OWN:
         dots = dots_of_tile(stage, phase, (q_smem, k_smem, r_smem), k_full)
         own = weigh_tile(
             dots, before, own, stage, scale_log2,
-            (r_smem, there_smem, highest_smem, decay_smem, moved_smem), (m_full, p_full),
+            (k_smem, r_smem, there_smem, highest_smem, decay_smem, moved_smem,
+             wrong_smem.index(HALF)), (m_full, p_full),
+            TOKENS,
         )  # fmt: skip
         if own[2] != 0:
             left, right = _decay(left, right, stage, decay_smem)
@@ -91,6 +93,7 @@ def _whole_totals(own, count, end_smem, e_full, HALF: gl.constexpr):
 def _attend(
     items, batch, out_ptr, lse_ptr, scale_log2, heads, smem, end_smem, bars,
     HALF: gl.constexpr, SPLIT: gl.constexpr, SCAN: gl.constexpr, WHOLE_LINES: gl.constexpr,
+    TOKENS: gl.constexpr,
 ):  # fmt: skip
     """Scores of the first or the second tile of every two of an item; 256 latents of all sums."""
     k_smem = smem[1]
@@ -103,8 +106,8 @@ def _attend(
     count = 0
     tile = 0
     while item < items:
-        group, part, token, first, limit = place(item, batch)
-        _request, end = bounds(token, first, limit, batch, SCAN)
+        share, part, _token, row, first, limit = place(item, batch, TOKENS)
+        _request, end = bounds(row, first, limit, batch, SCAN, TOKENS)
         tiles = (end - first + 63) // 64
         left = gl.full([64, 128], 0.0, gl.float32, layout=SUM_MMA)
         right = gl.full([64, 128], 0.0, gl.float32, layout=SUM_MMA)
@@ -119,7 +122,7 @@ def _attend(
             for turn in gl.static_range(2):
                 left, right, before, own = _sum_tile(
                     left, right, before, own, stage, phase, scale_log2, smem, tile_bars,
-                    HALF, turn == HALF,
+                    HALF, turn == HALF, TOKENS,
                 )  # fmt: skip
                 # The buffer of the last tile is kept for the stores.
                 if turn == 0 or not WHOLE_LINES or 2 * pair + 2 < tiles:
@@ -130,7 +133,7 @@ def _attend(
             stage = tile & 1
             left, right, before, own = _sum_tile(
                 left, right, before, own, stage, (tile >> 1) & 1, scale_log2, smem, tile_bars,
-                HALF, HALF == 0,
+                HALF, HALF == 0, TOKENS,
             )  # fmt: skip
             if not WHOLE_LINES:
                 mbarrier.arrive(k_empty.index(stage), count=1)
@@ -138,13 +141,13 @@ def _attend(
         mbarrier.arrive(q_empty, count=1)
         total, highest = _whole_totals(own, count, end_smem, e_full, HALF)
         if HALF == 0:
-            store_lse(highest, total, group, part, lse_ptr, heads)
+            store_lse(highest, total, share, part, lse_ptr, heads, TOKENS)
         factor = 1.0 / gl.where(total == 0.0, 1.0, total)
         factor = gl.convert_layout(factor, SUM_HEADS, True)
         factor = gl.expand_dims(factor, 1)
         store_sums(
-            left, right, factor, tile, end > first, group, part, out_ptr, heads, k_smem, k_empty,
-            HALF, SPLIT, WHOLE_LINES,
+            left, right, factor, tile, end > first, share, part, out_ptr, heads, k_smem, k_empty,
+            HALF, SPLIT, WHOLE_LINES, TOKENS,
         )  # fmt: skip
         count += 1
         item += gl.num_programs(0)
@@ -164,7 +167,7 @@ def sparse_mla_decode_hopper_fp8_kernel(
     q_token_stride, q_head_stride, kv_block_stride, kv_token_stride,
     topk_token_stride, topk_stride, table_request_stride, table_stride, query_start_loc_stride,
     BLOCK_SIZE: gl.constexpr, SCAN: gl.constexpr, SPLIT: gl.constexpr,
-    WHOLE_LINES: gl.constexpr, REGS: gl.constexpr, COPY_REGS: gl.constexpr,
+    WHOLE_LINES: gl.constexpr, TOKENS: gl.constexpr, REGS: gl.constexpr, COPY_REGS: gl.constexpr,
 ):
     # fmt: on
     if SPLIT:
@@ -181,6 +184,7 @@ def sparse_mla_decode_hopper_fp8_kernel(
     highest_smem = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT)
     decay_smem = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT)
     moved_smem = gl.allocate_shared_memory(gl.int32, [2, 32], FLAT)
+    wrong_smem = gl.allocate_shared_memory(gl.int32, [2, 4], FLAT)
     end_smem = gl.allocate_shared_memory(gl.float32, [8, 64], FLAT)
     k_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -208,22 +212,26 @@ def sparse_mla_decode_hopper_fp8_kernel(
     )  # fmt: skip
     table = (block_table_ptr, table_request_stride, (table_stride, max_blocks, num_blocks))
     cache = (kv_cache_ptr, kv_block_stride, kv_token_stride)
-    heads = (num_heads, block_h)
+    heads = (num_heads, block_h, num_splits)
     queries = ((q_ptr, q_token_stride, q_head_stride, heads), (q_smem, q_rope_smem.index(0)))
     tiles = (k_smem, r_smem, there_smem)
-    smem = ((q_smem, q_rope_smem), k_smem, r_smem, there_smem, highest_smem, decay_smem, moved_smem)
+    smem = ((q_smem, q_rope_smem), k_smem, r_smem, there_smem, highest_smem, decay_smem, moved_smem,
+            wrong_smem)  # fmt: skip
     bars = (k_full, k_empty, q_full, q_empty, m_full, p_full, e_full)
     copy_bars = (k_full, k_empty, q_full, q_empty)
+    if TOKENS > 0:
+        gdc_wait()
+        items = gl.load(query_start_loc_ptr)
     gl.warp_specialize(
         [
             (_attend, (items, batch, out_ptr, lse_ptr, scale_log2, heads, smem, end_smem, bars,
-                       0, SPLIT, SCAN, WHOLE_LINES)),
+                       0, SPLIT, SCAN, WHOLE_LINES, TOKENS)),
             (_attend, (items, batch, out_ptr, lse_ptr, scale_log2, heads, smem, end_smem, bars,
-                       1, SPLIT, SCAN, WHOLE_LINES)),
+                       1, SPLIT, SCAN, WHOLE_LINES, TOKENS)),
             (copy_fp8, (items, batch, queries, table, cache, tiles, copy_bars,
-                        0, BLOCK_SIZE, SCAN)),
+                        0, BLOCK_SIZE, SCAN, TOKENS)),
             (copy_fp8, (items, batch, queries, table, cache, tiles, copy_bars,
-                        1, BLOCK_SIZE, SCAN)),
+                        1, BLOCK_SIZE, SCAN, TOKENS)),
         ],
         [4, 4, 4],
         [REGS, COPY_REGS, COPY_REGS],

@@ -39,6 +39,7 @@ from torch import Tensor
 from . import _sparse_mla_decode_hopper as hopper
 from ._common import INTERPRETED, capability, num_sms, token_request
 from ._index_cache import decode_e4m3
+from ._shared_keys import expected_groups, tokens_of_group
 
 # All of these are defaults.
 MIN_SPLIT = 64  # keys of a split, at least
@@ -283,7 +284,20 @@ def launch(
     num_groups = triton.cdiv(num_heads, block_h)
     # One program fills a multiprocessor.
     num_programs = num_sms(q.device)
-    num_splits, split_size = _splits(num_programs, num_tokens, num_heads, num_groups, topk, block_k)
+    num_reqs, max_blocks = block_table.shape
+    tokens = 0
+    if config is None:
+        tokens = tokens_of_group(num_tokens, num_reqs, num_heads, topk, max_blocks * block_size)
+    if tokens:
+        # As if two thirds of the keys of tokens that share were the same ones (default).
+        groups = expected_groups(num_tokens, num_reqs, tokens)
+        heads = num_tokens * num_heads // groups
+        num_splits, _ = _splits(num_programs, groups, heads, 1, topk * 3 // 2, block_k)
+        split_size = triton.cdiv(topk, num_splits)
+    else:
+        num_splits, split_size = _splits(
+            num_programs, num_tokens, num_heads, num_groups, topk, block_k
+        )
     part_out, part_lse = out, lse
     if num_splits > 1:
         part_out = q.new_empty(num_tokens, num_splits, num_heads, latent_dim, dtype=torch.float32)
@@ -293,7 +307,7 @@ def launch(
     if config is None:
         programs = hopper.launch(
             q, kv_cache, topk_indices, block_table, query_start_loc, part_out, part_lse,
-            scale, split_size, num_splits, num_programs,
+            scale, split_size, num_splits, num_programs, tokens,
         )  # fmt: skip
         # Early programs of the combination go where they find room: onto few multiprocessors, if
         # few are free, and there each has to wait for its turn.
@@ -305,7 +319,7 @@ def launch(
             q, kv_cache, topk_indices, block_table, query_start_loc,
             part_out, part_lse,
             scale * math.log2(math.e),
-            block_table.shape[0], num_heads, num_blocks, block_table.shape[1],
+            num_reqs, num_heads, num_blocks, max_blocks,
             topk, split_size, num_splits,
             *q.stride(), kv_cache.stride(0), kv_cache.stride(1),
             *topk_indices.stride(), *block_table.stride(), query_start_loc.stride(0),

@@ -1,5 +1,6 @@
 """The kernels of sparse_mla_decode against float64, on a cache whose unselected keys are NaN."""
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mtpgraph import ops
-from mtpgraph.kernels import _sparse_mla_decode_hopper, sparse_mla_decode
+from mtpgraph.kernels import _shared_keys, _sparse_mla_decode_hopper, sparse_mla_decode
 from mtpgraph.kernels.sparse_mla_decode import _splits, launch
 
 from ..helpers import (
@@ -431,6 +432,24 @@ def assert_equals_reference64(inputs: dict[str, Any]) -> None:
         assert_close(actual, expected)
 
 
+@pytest.fixture
+def shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens share their keys in batches of any size."""
+    monkeypatch.setattr(_shared_keys, "MIN_TOKENS", 0)
+
+
+def assert_shares(inputs: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ``launch`` is given them, they are shared."""
+    given = []
+    share_keys = _sparse_mla_decode_hopper.share_keys
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            _sparse_mla_decode_hopper, "share_keys", lambda *a: given.append(a) or share_keys(*a)
+        )
+        launch(**inputs)
+    assert len(given) == 1
+
+
 @pytest.fixture(params=["chosen kernel", "portable kernel"])
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The kernel that the card gets, and the one that every card can have."""
@@ -613,6 +632,115 @@ def test_sparse_mla_on_the_card_leaves_out_keys_that_are_not_there(
     assert lse[hit].isnan().all()
     assert_same_bits(out[~hit], results[0][~hit])
     assert_same_bits(lse[~hit], results[1][~hit])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_splits", [1, 3, 8])
+@pytest.mark.parametrize("num_heads", [1, 5, 8, 12, 16, 24, 32])
+@pytest.mark.parametrize("fp8", [False, True], ids=["cache of q", "fp8"])
+def test_sparse_mla_on_the_card_of_tokens_that_share_keys(
+    fp8: bool, num_heads: int, num_splits: int, shared: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Groups that are full and not, rows with much, little and nothing in common, and a key that a
+    row has twice, which counts twice."""
+    cut_rows(monkeypatch, num_splits)
+    for num_reqs, max_query_len in ((2, 4), (7, 9), (40, 3)):
+        inputs = model_inputs(num_heads, num_reqs, num_heads, max_query_len=max_query_len, fp8=fp8)
+        index, starts = inputs["topk_indices"], inputs["query_start_loc"].tolist()
+        for begin, end in itertools.pairwise(starts):
+            for token in range(begin + 1, end):
+                index[token, : 500 * (token - begin)] = index[begin, : 500 * (token - begin)]
+            if end - begin > 1:
+                index[begin + 1, 2000] = index[begin + 1, 3]
+                index[end - 1] = index[begin]
+        assert_shares(inputs, monkeypatch)
+        assert_equals_reference64(inputs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_splits", [1, 8])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dim", [3, 511, 575])
+@pytest.mark.parametrize("fp8", [False, True], ids=["cache of q", "fp8"])
+def test_sparse_mla_on_the_card_of_shared_keys_that_are_not_finite(
+    fp8: bool,
+    dim: int,
+    value: float,
+    num_splits: int,
+    shared: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They reach the tokens that select them, and change no bit of others of their group."""
+    if fp8 and dim < 512 and not math.isnan(value):
+        pytest.skip("e4m3 has no inf")
+    cut_rows(monkeypatch, num_splits)
+    inputs = model_inputs(4, 7, 16, fp8=fp8)
+    index, table = inputs["topk_indices"], inputs["block_table"]
+    starts = inputs["query_start_loc"].tolist()
+    request = next(r for r in range(7) if starts[r + 1] - starts[r] > 2)
+    start, stop = starts[request], starts[request + 1]
+    hit = torch.zeros(len(index), dtype=torch.bool)
+    # A key that one token alone has, and the others not.
+    for key in index[start + 1][index[start + 1] >= 0].tolist():
+        if not any(key in index[token] for token in range(start, stop) if token != start + 1):
+            break
+    else:
+        pytest.fail("each key is another token's as well")
+    hit[start + 1] = True
+    results = launch(**inputs)
+    row = inputs["kv_cache"][int(table[request, key // 64]), key % 64]
+    if not fp8:
+        row[dim] = value
+    elif dim < 512:
+        row[dim] = 0x7F
+    else:
+        row[528:].view(torch.bfloat16)[dim - 512] = value
+    assert_shares(inputs, monkeypatch)
+    out, lse = launch(**inputs)
+    assert_same_bits(out[~hit], results[0][~hit])
+    assert_same_bits(lse[~hit], results[1][~hit])
+    assert out[hit].isnan().all()
+    assert lse[hit].isnan().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_heads", [8, 16, 32])
+@pytest.mark.parametrize("fp8", [False, True], ids=["cache of q", "fp8"])
+def test_sparse_mla_on_the_card_of_shared_keys_that_are_not_there(
+    fp8: bool, num_heads: int, shared: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = model_inputs(4, 7, num_heads, fp8=fp8)
+    table, index, kv_cache = (inputs[k] for k in ("block_table", "topk_indices", "kv_cache"))
+    table[:, 1] = torch.tensor([-1, len(kv_cache), 2**31 - 1] * 3)[: len(table)]
+    index[:, :64] = index[:, 128:192] = -1
+    index[:, 70] = table.shape[1] * 64 + 5
+    index[:, 71] = 2**31 - 1
+    index[::3] = -1
+    outside = (index // 64 == 1) | (index // 64 >= table.shape[1])
+    known = inputs | {"topk_indices": torch.where(outside, -1, index)}
+    assert_shares(inputs, monkeypatch)
+    for actual, expected in zip(launch(**inputs), reference64(known), strict=True):
+        assert_close(actual, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("topk", [1, 63, 1000, 2048, 4096])
+@pytest.mark.parametrize("fp8", [False, True], ids=["cache of q", "fp8"])
+def test_sparse_mla_on_the_card_of_shared_keys_of_each_topk(
+    fp8: bool, topk: int, shared: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = model_inputs(topk, topk=topk, fp8=fp8)
+    assert_shares(inputs, monkeypatch)
+    assert_equals_reference64(inputs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_reqs", [2, 33, 100])
+@pytest.mark.parametrize("fp8", [False, True], ids=["cache of q", "fp8"])
+def test_sparse_mla_replays_of_shared_keys(fp8: bool, num_reqs: int, shared: None) -> None:
+    assert_replays(
+        ops.sparse_mla_decode, [model_inputs(seed, num_reqs, 16, fp8=fp8) for seed in range(3)]
+    )
 
 
 @pytest.mark.gpu
