@@ -48,6 +48,12 @@ def timer(times: dict[str, float]) -> Callable[[Sequence[Arm], Plan], dict[str, 
         # a row: 8 keys of 1152 bytes and an index each, 2 heads of 1152 in, 1024 and 4 out
         (Mla(1, 2, topk=8), 8 * 1156 + 2 * 2180, 2 * 8 * (1152 + 1024)),
         (Mla(5, 2, topk=8), 5 * (8 * 1156 + 2 * 2180), 5 * 2 * 8 * 2176),
+        # two requests of three tokens, 6 keys in common and 2 others each
+        (
+            Mla(6, 2, topk=8, next_n=3, common=75),
+            2 * 12 * 1152 + 6 * (8 * 4 + 2 * 2180),
+            6 * 2 * 8 * 2176,
+        ),
     ],
 )
 def test_shapes_count_bytes_and_operations(shape: Shape, num_bytes: int, flops: int) -> None:
@@ -401,6 +407,21 @@ def test_selection_is_judged_by_value(chosen: list[list[int]], problem: str) -> 
     logits = torch.tensor([[0.0, 5.0, 1.0, 7.0, 9.0]])
     lens = torch.tensor([4], dtype=torch.int32)
     assert bench_scores.wrong_selection(torch.tensor(chosen), logits, lens, 2) == problem
+
+
+def test_attention_of_several_tokens_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have what the shape says in common, and no other key; ours passes its checks."""
+    monkeypatch.setattr(Mla, "context", 128)
+    shape = Mla(6, 4, topk=32, next_n=3, common=75)
+    pool = bench_attention.make_kv_cache(4, 576, CPU)
+    inputs = bench_attention.make_attention(shape, 1, pool, bench_peers.fp8_kv_cache(pool))
+    assert inputs.query_start_loc.tolist() == [0, 3, 6]
+    for rows in inputs.topk_indices[0].view(2, 3, 32):
+        counts = rows.flatten().bincount(minlength=128)
+        assert (rows.diff(dim=1) > 0).all()
+        assert counts.unique(return_counts=True)[1].tolist() == [128 - 48, 24, 24]
+    for arm in bench_attention.attention_arms(inputs, Peers()):
+        assert arm.check() == ""
 
 
 def test_peers_of_attention_get_slots_and_their_own_caches(

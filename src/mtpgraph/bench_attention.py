@@ -1,6 +1,6 @@
 """The arms of ``mtpgraph bench indexer`` for sparse latent attention, with their checks.
 
-Each token has a request and K blocks of its own, and attends to random keys of it. Ours translates
+Each request has K blocks of its own, and each token attends to random keys of it. Ours translates
 positions to slots itself; peers are given slots, and queries already split.
 """
 
@@ -52,25 +52,20 @@ def make_kv_cache(num_blocks: int, width: int, device: torch.device) -> Tensor:
 
 def max_sets(shape: Mla, num_blocks: int) -> int:
     """Input sets that a pool has blocks for."""
-    return num_blocks // (shape.num_rows * (shape.context // BLOCK_SIZE))
+    return num_blocks // (shape.num_reqs * (shape.context // BLOCK_SIZE))
 
 
 def make_attention(shape: Mla, sets: int, kv_cache: Tensor, fp8_cache: Tensor) -> Attention:
     """Random queries and selections over a pool of random keys."""
     device = kv_cache.device
     columns = shape.context // BLOCK_SIZE
-    order = torch.randperm(kv_cache.shape[0], device=device)[: sets * shape.num_rows * columns]
-    tables = list(order.int().view(sets, shape.num_rows, columns))
-    starts = torch.arange(shape.num_rows + 1, dtype=torch.int32, device=device)
-    rows = torch.arange(shape.num_rows, dtype=torch.int32, device=device)
+    order = torch.randperm(kv_cache.shape[0], device=device)[: sets * shape.num_reqs * columns]
+    tables = list(order.int().view(sets, shape.num_reqs, columns))
+    requests = torch.arange(shape.num_reqs + 1, dtype=torch.int32, device=device)
+    starts = requests * shape.next_n
+    rows = requests[:-1].repeat_interleave(shape.next_n)
     width = shape.latent + shape.rope
-    chosen = [
-        torch.rand(shape.num_rows, shape.context, device=device)
-        .topk(shape.topk, dim=1)
-        .indices.sort(dim=1)
-        .values.int()
-        for _ in tables
-    ]
+    chosen = [_select(shape, device) for _ in tables]
     return Attention(
         shape,
         torch.randn(shape.num_rows, shape.num_heads, width, device=device, dtype=torch.bfloat16),
@@ -84,6 +79,16 @@ def make_attention(shape: Mla, sets: int, kv_cache: Tensor, fp8_cache: Tensor) -
         ],
         starts,
     )
+
+
+def _select(shape: Mla, device: torch.device) -> Tensor:
+    """int32 [num_rows, topk], ascending: random keys of each request."""
+    keys = torch.rand(shape.num_reqs, shape.context, device=device)
+    keys = keys.topk(shape.keys_of_request, dim=1).indices
+    common, own = keys.tensor_split([shape.common_keys], dim=1)
+    common = common.unsqueeze(1).expand(-1, shape.next_n, -1)
+    chosen = torch.cat([common, own.unflatten(1, (shape.next_n, -1))], dim=2)
+    return chosen.flatten(0, 1).sort(dim=1).values.int()
 
 
 def reference_attention(attention: Attention, i: int, *, fp8: bool) -> Tensor:

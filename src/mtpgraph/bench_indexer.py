@@ -140,7 +140,7 @@ def each_shape(
     del keys
     kept = [(shape, plan) for shape, plan in todo if isinstance(shape, Mla)]
     if kept:
-        needed = max(plan.sets * shape.num_rows * shape.context for shape, plan in kept)
+        needed = max(plan.sets * shape.num_reqs * shape.context for shape, plan in kept)
         pool = attention.make_kv_cache(needed // BLOCK_SIZE, 576, device)
         fp8_pool = fp8_kv_cache(pool)
         for shape, plan in kept:
@@ -152,8 +152,7 @@ def _max_sets(shape: Shape) -> int:
     # two million tokens of keys, and a quarter of a gigabyte of rows, are enough to outgrow an L2
     if isinstance(shape, TopK):
         return max(1, (1 << 28) // shape.bytes)
-    per_set = (shape.num_reqs if isinstance(shape, Logits) else shape.num_rows) * shape.context
-    return max(1, (1 << 21) // per_set)
+    return max(1, (1 << 21) // (shape.num_reqs * shape.context))
 
 
 def measure(shape: Shape, arms: Sequence[Arm], plan: Plan, ceilings: Ceilings, timer: Timer) -> Row:

@@ -114,30 +114,48 @@ class TopK:
 
 @dataclass(frozen=True)
 class Mla:
-    """Latent attention of ``num_rows`` requests, one token each, to ``topk`` keys in bf16."""
+    """Latent attention of ``num_rows`` tokens, ``next_n`` of each request, to ``topk`` keys each
+    in bf16, of which those of a request have ``common`` percent in common, and no other."""
 
     num_rows: int
     num_heads: int
     topk: int = TOPK
     latent: int = 512
     rope: int = 64
+    next_n: int = 1
+    common: int = 0
 
     what = "mla"
 
     @property
     def name(self) -> str:
-        return f"{self.num_rows}x{self.num_heads}h"
+        several = f"-n{self.next_n}-{self.common}%" if self.next_n > 1 else ""
+        return f"{self.num_rows}x{self.num_heads}h{several}"
+
+    @property
+    def num_reqs(self) -> int:
+        return self.num_rows // self.next_n
 
     @property
     def context(self) -> int:
         """Keys per request: a cache of two million tokens holds all of them."""
-        return min(1 << 15, (1 << 21) // self.num_rows)
+        return min(1 << 15, (1 << 21) // self.num_reqs)
+
+    @property
+    def common_keys(self) -> int:
+        """Keys that all tokens of a request select."""
+        return self.topk * self.common // 100 if self.next_n > 1 else 0
+
+    @property
+    def keys_of_request(self) -> int:
+        """Keys that any token of a request selects."""
+        return self.common_keys + self.next_n * (self.topk - self.common_keys)
 
     @property
     def bytes(self) -> int:
-        keys = 2 * self.topk * (self.latent + self.rope) + 4 * self.topk
+        keys = 2 * (self.latent + self.rope) * self.keys_of_request
         queries = self.num_heads * (2 * (self.latent + self.rope) + 2 * self.latent + 4)
-        return self.num_rows * (keys + queries)
+        return self.num_reqs * keys + self.num_rows * (4 * self.topk + queries)
 
     @property
     def flops(self) -> int:
@@ -170,7 +188,12 @@ SHAPES: dict[str, list[Shape]] = {
         for queries in _QUERIES
         if len(queries) <= _BATCHES[i][0]
     ],
-    "mla": [Mla(rows, heads) for rows in (1, 8, 64, 256) for heads in (16, 64, 128)],
+    "mla": [
+        *(Mla(rows, heads) for rows in (1, 8, 64, 256) for heads in (16, 64, 128)),
+        *(Mla(rows, 16, next_n=4, common=75) for rows in (64, 128)),
+        *(Mla(256, 16, next_n=4, common=common) for common in (50, 75, 90)),
+        *(Mla(256, heads, next_n=next_n, common=75) for heads, next_n in ((8, 8), (32, 4))),
+    ],
 }
 
 

@@ -41,6 +41,7 @@ class Case(NamedTuple):
 
 CASES: list[Case] = []
 
+BF16 = torch.bfloat16
 # what a CUDA address looks like: an int that needs 64 bits
 ADDRESS = 1 << 46
 
@@ -186,6 +187,7 @@ def _sparse_mla(
     head_dim: int = 576,
     latent_dim: int = 512,
     fp8: bool = False,
+    num_reqs: int = 8,
 ) -> dict[str, Any]:
     key_bytes = latent_dim + latent_dim // 128 * 4 + (head_dim - latent_dim) * 2
     return {
@@ -194,8 +196,8 @@ def _sparse_mla(
         if fp8
         else meta(4096, 64, head_dim, dtype=dtype),
         "topk_indices": int32(num_tokens, 2048),
-        "block_table": int32(8, 512),
-        "query_start_loc": int32(9),
+        "block_table": int32(num_reqs, 512),
+        "query_start_loc": int32(num_reqs + 1),
         "scale": 0.1,
         "latent_dim": latent_dim,
     }
@@ -223,7 +225,9 @@ CASES += [
         ("unsplit", (512, 128), (80, 90, 100)),
         ("early combination", (1, 16), (90,)),
         ("split, whole lines", (8, 128), (90,)),
-        ("unsplit, few heads", (512, 16), (90,)),
+        ("unsplit, few heads", (512, 16, BF16, 576, 512, False, 512), (90,)),
+        ("shared", (512, 16), (90,)),
+        ("shared, split", (128, 8), (90,)),
         ("fp16", (8, 64, torch.float16), (80, 90)),
         ("odd dims", (8, 65, torch.float16, 12, 9), (80, 90)),
         ("wide", (8, 32, torch.bfloat16, 1088, 1024), (80, 90)),
@@ -231,7 +235,9 @@ CASES += [
         ("fp8", (8, 16, torch.bfloat16, 576, 512, True), tuple(MAX_SHARED)),
         ("fp8, many heads", (8, 64, torch.bfloat16, 576, 512, True), (90,)),
         ("fp8 unsplit", (512, 128, torch.bfloat16, 576, 512, True), (90, 100)),
-        ("fp8 unsplit, few heads", (512, 16, torch.bfloat16, 576, 512, True), (90,)),
+        ("fp8 unsplit, few heads", (512, 16, BF16, 576, 512, True, 512), (90,)),
+        ("fp8 shared", (512, 16, BF16, 576, 512, True), (90,)),
+        ("fp8 shared, split", (128, 32, BF16, 576, 512, True), (90,)),
         ("fp8, whole lines", (8, 128, torch.bfloat16, 576, 512, True), (90,)),
         ("fp8, fp16 queries", (8, 128, torch.float16, 576, 512, True), (80, 90)),
         ("fp8, fp32 queries", (8, 128, torch.float32, 576, 512, True), (90, 120)),
@@ -240,8 +246,6 @@ CASES += [
 
 
 # State updates: with all optional arguments and a slot per token, and with none
-
-BF16 = torch.bfloat16
 
 
 def slot_per_token(num_reqs: int = 8, next_n: int = 4) -> dict[str, Tensor]:
