@@ -9,9 +9,10 @@ which has no lengths. The native op reads a key once per request instead of once
 row of the block table is copied.
 
 Results are the same, bit for bit: the length, the blocks and the maths of a row depend on its own
-token alone, and a padding token sees no key in either form. (Only where ``query_start_loc``
-decreases, which the contract rules out, may they differ: a token that two requests claim has the
-result of either.)
+token alone, and a padding token sees no key in either form. They may differ in two cases. Tokens of
+a request that share their keys in attention, which a kernel for many of them does, have those keys
+summed in another order. And where ``query_start_loc`` decreases, which the contract rules out, a
+token that two requests claim has the result of either.
 
 Left alone when
 - the rows that the table was expanded by, or the lengths, are not those of one ``flatten_decode``;
