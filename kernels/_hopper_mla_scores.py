@@ -56,7 +56,10 @@ def keys_of_rows(there_smem, TOKENS: gl.constexpr):
 
 @gluon.jit
 def watch(dots, wrong_smem):
-    """Dots, those that are inf as NaN; each warp says in ``wrong_smem`` whether there is NaN."""
+    """Dots, those that are inf as NaN; each warp says in ``wrong_smem`` whether there is NaN.
+
+    A dot of -inf would leave its key out, and inf among its latents, which ``contain`` hides, as well.
+    """
     none = dots * 0.0
     wrong = gl.reshape(sum_lanes(none), [4, 2, 8, 4])
     wrong = (gl.sum(wrong, axis=1) != 0.0).to(gl.int32)

@@ -7,8 +7,8 @@ up to ``64 // heads`` of them, a group, fit into one program, which then reads e
                  and which have: position | tokens << 24, bit t of ``tokens`` for token t
 
 A position is in the part of the column where the first of its tokens has it. An index counts once
-for each time that it is there: all but one of those that a row has twice have an entry of their
-own, for their token alone.
+for each time that it is there: all but one of those that a row has twice, whichever, have an entry
+of their own, for their token alone.
 
 Two launches:
 
@@ -56,41 +56,52 @@ _BLOCK_REQUESTS = 512
 
 
 @triton.jit
+def _least(a, b):
+    return tl.minimum(a, b)
+
+
+@triton.jit
 def _group(
     token, starts_ptr, num_tokens, num_reqs, starts_stride,
     TOKENS: tl.constexpr, REQUESTS: tl.constexpr,
 ):  # fmt: skip
     """``group, first, tokens, request``: TOKENS of a request are a group, or what is left of them.
 
-    Tokens before and behind those of all requests are those of requests -1 and ``num_reqs``.
+    Tokens before and behind those of all requests are those of requests -1 and ``num_reqs``. Where
+    starts decrease, each counts as the least from it on: a token is of the last request that begins
+    at or before it, as everywhere, and all tokens are in a group.
     """
     begin = token * 0
     end = begin + num_tokens
     passed = begin
     group = begin
-    for start in range(0, num_reqs + 1, REQUESTS):
-        i = start + tl.arange(0, REQUESTS)
+    least = end
+    chunks = tl.cdiv(num_reqs + 1, REQUESTS)
+    for later in range(0, chunks):
+        i = (chunks - 1 - later) * REQUESTS + tl.arange(0, REQUESTS)
         ptr = starts_ptr + i.to(tl.int64) * starts_stride
         at = tl.load(ptr, mask=i <= num_reqs, other=num_tokens)
         before = tl.load(ptr - starts_stride, mask=(i > 0) & (i <= num_reqs), other=0)
         at = tl.minimum(tl.maximum(at, 0), num_tokens)
         before = tl.minimum(tl.maximum(before, 0), num_tokens)
+        at = tl.minimum(tl.associative_scan(at, 0, _least, reverse=True), least)
+        before = tl.minimum(before, at)
+        least = tl.min(at, axis=0)
         has_begun = at <= token
         begin = tl.maximum(begin, tl.max(tl.where(has_begun, at, 0), axis=0))
         end = tl.minimum(end, tl.min(tl.where(has_begun, num_tokens, at), axis=0))
         passed += tl.sum(has_begun.to(tl.int32), axis=0)
-        groups = tl.cdiv(tl.maximum(at - before, 0), TOKENS)
-        group += tl.sum(tl.where(has_begun, groups, 0), axis=0)
-    later = (token - begin) // TOKENS
-    first = begin + later * TOKENS
-    return group + later, first, tl.minimum(end - first, TOKENS), passed - 1
+        group += tl.sum(tl.where(has_begun, tl.cdiv(at - before, TOKENS), 0), axis=0)
+    turn = (token - begin) // TOKENS
+    first = begin + turn * TOKENS
+    return group + turn, first, tl.minimum(end - first, TOKENS), passed - 1
 
 
 # fmt: off
-@triton.jit(do_not_specialize=["num_tokens", "num_reqs", "max_groups", "topk"])
+@triton.jit(do_not_specialize=["num_tokens", "num_reqs", "topk"])
 def map_indices_kernel(
     indices_ptr, starts_ptr, columns_ptr, groups_ptr,
-    num_tokens, num_reqs, max_groups, max_keys, topk,
+    num_tokens, num_reqs, max_keys, topk,
     token_stride, column_stride, starts_stride,
     TOKENS: tl.constexpr, COLUMNS: tl.constexpr, REQUESTS: tl.constexpr, OVERLAP: tl.constexpr,
 ):
@@ -102,29 +113,27 @@ def map_indices_kernel(
         token, starts_ptr, num_tokens, num_reqs, starts_stride, TOKENS, REQUESTS
     )
     if token == num_tokens - 1:
-        tl.store(groups_ptr, tl.minimum(group + 1, max_groups))
-    # Starts that decrease may give other numbers.
-    if group < max_groups:
-        if token == first:
-            group_ptr = groups_ptr + (1 + group).to(tl.int64) * 4
-            tl.store(group_ptr, first)
-            tl.store(group_ptr + 1, tokens)
-            tl.store(group_ptr + 2, request)
-        row_ptr = indices_ptr + token.to(tl.int64) * token_stride
-        columns_ptr += group.to(tl.int64) * max_keys * TOKENS + (token - first)
-        for start in range(0, topk, COLUMNS):
-            column = start + tl.arange(0, COLUMNS)
-            ptr = row_ptr + column.to(tl.int64) * column_stride
-            index = tl.load(ptr, mask=column < topk, other=-1)
-            known = (index >= 0) & (index < max_keys)
-            tl.store(columns_ptr + index * TOKENS, column.to(tl.int16), mask=known)
+        tl.store(groups_ptr, group + 1)
+    if token == first:
+        group_ptr = groups_ptr + (1 + group).to(tl.int64) * 4
+        tl.store(group_ptr, first)
+        tl.store(group_ptr + 1, tokens)
+        tl.store(group_ptr + 2, request)
+    row_ptr = indices_ptr + token.to(tl.int64) * token_stride
+    columns_ptr += group.to(tl.int64) * max_keys * TOKENS + (token - first)
+    for start in range(0, topk, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        ptr = row_ptr + column.to(tl.int64) * column_stride
+        index = tl.load(ptr, mask=column < topk, other=-1)
+        known = (index >= 0) & (index < max_keys)
+        tl.store(columns_ptr + index * TOKENS, column.to(tl.int16), mask=known)
 
 
 # fmt: off
-@triton.jit(do_not_specialize=["num_tokens", "num_reqs", "topk", "num_splits", "split_size"])
+@triton.jit(do_not_specialize=["num_reqs", "topk", "num_splits", "split_size"])
 def share_keys_kernel(
     indices_ptr, columns_ptr, groups_ptr, entries_ptr, parts_ptr,
-    num_tokens, num_reqs, max_keys, topk, num_splits, split_size,
+    num_reqs, max_keys, topk, num_splits, split_size,
     token_stride, column_stride,
     TOKENS: tl.constexpr, GROUPS: tl.constexpr, WARPS: tl.constexpr, OVERLAP: tl.constexpr,
 ):
@@ -142,9 +151,6 @@ def share_keys_kernel(
         first = tl.load(group_ptr)
         tokens = tl.load(group_ptr + 1)
         request = tl.load(group_ptr + 2)
-        # Where starts decrease, there may be groups that nobody has written.
-        first = tl.minimum(tl.maximum(first, 0), num_tokens)
-        tokens = tl.minimum(tl.minimum(tl.maximum(tokens, 0), TOKENS), num_tokens - first)
         known_tokens = tl.where((request >= 0) & (request < num_reqs), tokens, 0)
 
         # The columns of each token, one token after another.
@@ -196,13 +202,21 @@ def share_keys_kernel(
 def tokens_of_group(
     num_tokens: int, num_reqs: int, num_heads: int, topk: int, max_keys: int
 ) -> int:
-    """How many tokens share their keys, 2, 4 or 8; 0 where none should, or could."""
-    tokens = min(MAX_TOKENS, 64 // triton.next_power_of_2(num_heads))
-    if tokens < 2 or num_tokens < max(MIN_TOKENS, num_reqs + 1):
+    """How many tokens share their keys, 2, 4 or 8; 0 where none should, or could.
+
+    There have to be two for each request: of a batch of single tokens, which a padded one may be,
+    none has anything to share.
+    """
+    if num_tokens < max(MIN_TOKENS, 2 * num_reqs) or min(num_reqs, topk, max_keys) == 0:
         return 0
-    if min(num_reqs, topk, max_keys) == 0:
-        return 0
-    if tokens * triton.next_power_of_2(topk) > 128 * MAX_GROUPS * MAX_WARPS:
+    of_request = triton.cdiv(num_tokens, num_reqs)
+    tokens = min(
+        MAX_TOKENS,
+        64 // triton.next_power_of_2(num_heads),
+        triton.next_power_of_2(of_request),
+        128 * MAX_GROUPS * MAX_WARPS // triton.next_power_of_2(topk),
+    )
+    if tokens < 2:
         return 0
     scratch = 2 * tokens * max_keys * max_groups(num_tokens, num_reqs, tokens)
     return tokens if max_keys <= 1 << POSITION_BITS.value and scratch <= MAX_SCRATCH else 0
@@ -234,7 +248,7 @@ def share_keys(
     overlap = not INTERPRETED and capability(columns.device) >= 90
     map_indices_kernel[(num_tokens,)](
         topk_indices, query_start_loc, columns, groups,
-        num_tokens, num_reqs, most, max_keys, topk,
+        num_tokens, num_reqs, max_keys, topk,
         *topk_indices.stride(), query_start_loc.stride(0),
         TOKENS=tokens, COLUMNS=_BLOCK_COLUMNS, REQUESTS=_BLOCK_REQUESTS, OVERLAP=overlap,
         num_warps=4,
@@ -243,7 +257,7 @@ def share_keys(
     warps = min(MAX_WARPS, block // 128)
     share_keys_kernel[(most * num_splits,)](
         topk_indices, columns, groups, entries, parts,
-        num_tokens, num_reqs, max_keys, topk, num_splits, split_size,
+        num_reqs, max_keys, topk, num_splits, split_size,
         *topk_indices.stride(),
         TOKENS=tokens, GROUPS=block // (128 * warps), WARPS=warps, OVERLAP=overlap,
         num_warps=warps, launch_pdl=overlap,

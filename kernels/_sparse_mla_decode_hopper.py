@@ -260,7 +260,7 @@ def launch(
         topk_indices.shape[1], split_size, num_splits, groups, block_h,
         q.stride(0), q.stride(1), kv_cache.stride(0), kv_cache.stride(1),
         *topk_indices.stride(), *block_table.stride(), starts_stride,
-        BLOCK_SIZE=block_size, SCAN=scan(split_size, items, num_programs),
+        BLOCK_SIZE=block_size, SCAN=0 if tokens else scan(split_size, items, num_programs),
         SPLIT=num_splits > 1, WHOLE_LINES=block_h == BLOCK_H and num_tokens >= MIN_TOKENS_OF_LINES,
         TOKENS=tokens, REGS=registers[0], COPY_REGS=registers[1],
         num_warps=4, maxnreg=128, launch_pdl=tokens > 0,

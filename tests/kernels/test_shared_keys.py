@@ -12,6 +12,8 @@ from torch import Tensor
 from mtpgraph.kernels import _shared_keys
 from mtpgraph.kernels._shared_keys import max_groups, share_keys, tokens_of_group
 
+from ..malformed_lens import NUM_TOKENS, STARTS
+
 POSITION_BITS = _shared_keys.POSITION_BITS.value
 
 
@@ -123,6 +125,9 @@ def test_shared_keys_do_not_trust_what_memory_held(
     for batch in (old, indices, old):
         assert_lists_each_key_once(batch, starts, 64, 4, 2)
     assert len(held) == 1
+    for garbage in (-1, 0, 15, 16, 17, -(2**15)):
+        next(iter(held.values())).fill_(garbage)
+        assert_lists_each_key_once(indices, starts, 64, 4, 2)
 
 
 def test_shared_keys_read_strided_inputs(device: str) -> None:
@@ -141,29 +146,45 @@ def test_shared_keys_of_many_requests(device: str) -> None:
     assert_lists_each_key_once(indices, starts, 20, 2, 1)
 
 
-def test_shared_keys_of_starts_that_decrease_stay_in_bounds(device: str) -> None:
-    """Any groups will do, of tokens and requests that there are."""
-    indices, _ = make([12], 8, 20, device=device)
-    starts = torch.tensor([0, 9, 2, 30, -5, 4], dtype=torch.int32, device=device)
-    entries, parts = share_keys(indices, starts, 20, 4, 2, 4)
-    most = max_groups(12, 5, 4)
-    assert 0 <= int(parts[0, 0]) <= 2 * most == len(entries)
-    for first, tokens, request, count in parts[1 : 1 + int(parts[0, 0])].tolist():
-        assert 0 <= first <= first + tokens <= 12
-        assert tokens <= 4
-        assert 0 <= count <= 16
-        assert count == 0 or 0 <= request < 5
+@pytest.mark.parametrize("starts", STARTS, ids=str)
+def test_shared_keys_of_malformed_starts(starts: list[int], device: str) -> None:
+    """Each token is in one group, of the last request that begins at or before it."""
+    tokens = 4
+    num_reqs = len(starts) - 1
+    indices, _ = make([NUM_TOKENS], 8, 20, device=device)
+    given = torch.tensor(starts, dtype=torch.int32, device=device)
+    entries, parts = share_keys(indices, given, 20, tokens, 2, 4)
+    num_parts = int(parts[0, 0])
+    assert num_parts <= 2 * max_groups(NUM_TOKENS, num_reqs, tokens) == len(entries)
+    requests = [
+        max((i for i, start in enumerate(starts) if start <= token), default=-1)
+        for token in range(NUM_TOKENS)
+    ]
+    for split in range(2):
+        covered = [
+            (token, request)
+            for first, count, request, _ in parts[1 + split : 1 + num_parts : 2].tolist()
+            for token in range(first, first + count)
+        ]
+        assert covered == list(enumerate(requests))
+    for _, _, request, count in parts[1 : 1 + num_parts].tolist():
+        assert 0 <= count <= 4 * tokens
+        assert count == 0 or 0 <= request < num_reqs
 
 
 def test_shared_keys_are_for_many_tokens_of_few_heads() -> None:
-    sizes = {"num_reqs": 64, "topk": 2048, "max_keys": 32768}
-    assert [
-        tokens_of_group(256, num_heads=heads, **sizes) for heads in (1, 8, 9, 16, 17, 32, 33, 128)
-    ] == [8, 8, 4, 4, 2, 2, 0, 0]
-    assert tokens_of_group(64, num_heads=16, **sizes) == 0
-    assert tokens_of_group(96, num_heads=16, **sizes) == 4
-    sizes["num_reqs"] = 256
-    assert tokens_of_group(256, num_heads=16, **sizes) == 0
+    def tokens(num_tokens: int, num_heads: int = 16, **others: int) -> int:
+        sizes = {"num_reqs": 64, "topk": 2048, "max_keys": 32768, **others}
+        return tokens_of_group(num_tokens, num_heads=num_heads, **sizes)
+
+    heads = (1, 8, 9, 16, 17, 32, 33, 128)
+    assert [tokens(512, each) for each in heads] == [8, 8, 4, 4, 2, 2, 0, 0]
+    # No more than a request has; and of 8 heads 4 tokens where 8 have too many columns.
+    assert [tokens(64 * n, 8) for n in (1, 2, 3, 4, 5)] == [0, 2, 4, 4, 8]
+    assert tokens(512, 8, topk=4096) == 4
+    assert [tokens(each, num_reqs=8) for each in (32, 95, 96)] == [0, 0, 4]
+    assert [tokens(256, num_reqs=each) for each in (128, 129, 256)] == [2, 0, 0]
     for name, size in [("num_reqs", 0), ("topk", 0), ("max_keys", 0), ("max_keys", 1 << 25)]:
-        assert tokens_of_group(257, num_heads=16, **{**sizes, name: size}) == 0
-    assert tokens_of_group(257, num_heads=16, **{**sizes, "topk": 8192}) == 0
+        assert tokens(256, **{name: size}) == 0
+    assert tokens(256, topk=1 << 14) == 0
+    assert [tokens(256, max_keys=each) for each in (1 << 18, 1 << 19)] == [4, 0]
