@@ -58,7 +58,7 @@ def keys_of_rows(there_smem, TOKENS: gl.constexpr):
 def watch(dots, wrong_smem):
     """Dots, those that are inf as NaN; each warp says in ``wrong_smem`` whether there is NaN.
 
-    A dot of -inf would leave its key out, and inf among its latents, which ``contain`` hides, as well.
+    A dot of -inf would leave its key out, and with it the inf that ``contain`` takes away.
     """
     none = dots * 0.0
     wrong = gl.reshape(sum_lanes(none), [4, 2, 8, 4])

@@ -45,8 +45,8 @@ from ._common import INTERPRETED, capability
 POSITION_BITS = tl.constexpr(24)
 MAX_TOKENS = 8
 # Of fewer tokens the shorter walk does not pay for two launches and more parts. H200, 4 tokens a
-# request of 16 heads that have 75% of 2048 keys in common, us without and with: 64 tokens 45.5 and
-# 45.6, 96 70.5 and 56.5, 128 71.4 and 64.6, 256 138 and 109, 512 275 and 189.
+# request of 16 heads that have 75% of 2048 keys in common, us without and with: 64 tokens 44.5 and
+# 45.7, 96 70.5 and 58.0, 128 71.7 and 66.3, 256 138 and 110, 512 275 and 188.
 MIN_TOKENS = 96
 # Bytes of scratch, warps of a program, and what is looked at together: defaults.
 MAX_WARPS = 16
