@@ -24,9 +24,7 @@ Grid of ``sparse_mla_decode_kernel`` (num_tokens * num_splits * cdiv(num_heads, 
 program owns BLOCK_H heads of a token and split_size of its columns of topk_indices, and reads each
 of those keys once, for scores and values alike. It finds the token's request and the keys' places
 itself. The programs of a token are neighbours, so its keys come from L2 from the second group of
-heads on. With one split the result is final. Otherwise ``combine_kernel`` weighs the parts by their
-lse, grid (num_tokens, num_heads, cdiv(latent_dim, BLOCK_D)): a program owns BLOCK_D latents of a
-head. A part without a valid key has lse -inf, and what its ``out`` holds does not count.
+heads on. With one split the result is final, otherwise ``combine_parts`` makes it.
 """
 
 import math
@@ -37,6 +35,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import _sparse_mla_decode_hopper as hopper
+from ._combine_parts import combine_parts
 from ._common import INTERPRETED, capability, num_sms, token_request
 from ._index_cache import decode_e4m3
 from ._shared_keys import expected_groups, tokens_of_group
@@ -215,45 +214,6 @@ def _rounded(values, dtype: tl.constexpr):
     return values.to(dtype).to(tl.float32)
 
 
-# fmt: off
-@triton.jit(do_not_specialize=["num_heads", "num_splits"])
-def combine_kernel(
-    part_out_ptr, part_lse_ptr, out_ptr, lse_ptr,
-    num_heads, num_splits,
-    LATENT_DIM: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, OVERLAP: tl.constexpr,
-):
-    # fmt: on
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    row = token * num_heads + head
-    splits = tl.arange(0, BLOCK_S)
-    parts = (token * num_splits + splits) * num_heads + head
-    latents = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
-    mask = latents < LATENT_DIM
-    part_ptrs = part_out_ptr + parts[:, None] * LATENT_DIM + latents[None, :]
-    part_mask = (splits < num_splits)[:, None] & mask[None, :]
-    if OVERLAP:
-        # The parts are written when the kernel before has ended.
-        tl.extra.cuda.gdc_wait()
-    # Neither load waits for the other.
-    part_lse = tl.load(part_lse_ptr + parts, mask=splits < num_splits, other=float("-inf"))
-    part_out = tl.load(part_ptrs, mask=part_mask, other=0.0)
-
-    # NaN is not -inf: it counts, and reaches the result.
-    live = part_lse != float("-inf")
-    highest = tl.max(part_lse, axis=0)
-    shift = tl.where(highest == float("-inf"), 0.0, highest)
-    weights = tl.exp(part_lse - shift)
-    total = tl.sum(weights, axis=0)
-    empty = total == 0.0
-    total = tl.where(empty, 1.0, total)
-    part_out = tl.where(live[:, None], part_out * weights[:, None], 0.0)
-    out = tl.sum(part_out, axis=0) / total
-    tl.store(out_ptr + row * LATENT_DIM + latents, out.to(out_ptr.dtype.element_ty), mask=mask)
-    if tl.program_id(2) == 0:
-        tl.store(lse_ptr + row, tl.where(empty, float("-inf"), highest + tl.log(total)))
-
-
 def launch(
     q: Tensor,
     kv_cache: Tensor,
@@ -264,84 +224,100 @@ def launch(
     latent_dim: int = 512,
 ) -> tuple[Tensor, Tensor]:
     num_tokens, num_heads, head_dim = q.shape
-    num_blocks, block_size, _ = kv_cache.shape
-    topk = topk_indices.shape[1]
     out = q.new_empty(num_tokens, num_heads, latent_dim)
     lse = q.new_empty(num_tokens, num_heads, dtype=torch.float32)
     if lse.numel() == 0:
         return out, lse
 
-    fp8 = kv_cache.dtype == torch.uint8
-    arch = capability(q.device)
-    if arch == 90 and not INTERPRETED and hopper.supports(q, kv_cache, scale, latent_dim):
-        block_h, block_k = hopper.BLOCK_H, hopper.BLOCK_K
-        config = None
-    else:
-        block_l = max(128 if fp8 else 16, triton.next_power_of_2(latent_dim))
-        block_r = max(16, triton.next_power_of_2(head_dim - latent_dim))
-        config = _blocks(arch, q.itemsize, num_heads, block_l, block_r, fp8)
-        block_h, block_k, num_stages = config
-    num_groups = triton.cdiv(num_heads, block_h)
+    inputs = (q, kv_cache, topk_indices, block_table, query_start_loc)
     # One program fills a multiprocessor.
     num_programs = num_sms(q.device)
-    num_reqs, max_blocks = block_table.shape
-    tokens = 0
-    if config is None:
-        tokens = tokens_of_group(num_tokens, num_reqs, num_heads, topk, max_blocks * block_size)
-    if tokens:
-        # As if two thirds of the keys of tokens that share were the same ones (default).
-        groups = expected_groups(num_tokens, num_reqs, tokens)
-        heads = num_tokens * num_heads // groups
-        num_splits, _ = _splits(num_programs, groups, heads, 1, topk * 3 // 2, block_k)
-        split_size = triton.cdiv(topk, num_splits)
+    arch = capability(q.device)
+    on_hopper = arch == 90 and not INTERPRETED and hopper.supports(q, kv_cache, scale, latent_dim)
+    if on_hopper:
+        blocks = None
+        block_h, block_k = hopper.BLOCK_H, hopper.BLOCK_K
     else:
-        num_splits, split_size = _splits(
-            num_programs, num_tokens, num_heads, num_groups, topk, block_k
-        )
+        fp8 = kv_cache.dtype == torch.uint8
+        block_l, block_r = _dim_blocks(head_dim, latent_dim, fp8)
+        blocks = _blocks(arch, q.itemsize, num_heads, block_l, block_r, fp8)
+        block_h, block_k, _ = blocks
+    num_splits, split_size, tokens = _parts(inputs, block_h, block_k, num_programs, on_hopper)
     part_out, part_lse = out, lse
     if num_splits > 1:
         part_out = q.new_empty(num_tokens, num_splits, num_heads, latent_dim, dtype=torch.float32)
         part_lse = q.new_empty(num_tokens, num_splits, num_heads, dtype=torch.float32)
 
     overlap = False
-    if config is None:
+    if blocks is None:
         programs = hopper.launch(
-            q, kv_cache, topk_indices, block_table, query_start_loc, part_out, part_lse,
-            scale, split_size, num_splits, num_programs, tokens,
-        )  # fmt: skip
+            *inputs, part_out, part_lse, scale, split_size, num_splits, num_programs, tokens
+        )
         # Early programs of the combination go where they find room: onto few multiprocessors, if
         # few are free, and there each has to wait for its turn.
         overlap = 2 * programs <= num_programs
     else:
-        if fp8 and arch >= 89 and not INTERPRETED:
-            kv_cache = kv_cache.view(torch.float8_e4m3fn)
-        sparse_mla_decode_kernel[(num_tokens * num_splits * num_groups,)](
-            q, kv_cache, topk_indices, block_table, query_start_loc,
-            part_out, part_lse,
-            scale * math.log2(math.e),
-            num_reqs, num_heads, num_blocks, max_blocks,
-            topk, split_size, num_splits,
-            *q.stride(), kv_cache.stride(0), kv_cache.stride(1),
-            *topk_indices.stride(), *block_table.stride(), query_start_loc.stride(0),
-            LATENT_DIM=latent_dim, ROPE_DIM=head_dim - latent_dim, BLOCK_SIZE=block_size,
-            BLOCK_L=block_l, BLOCK_R=block_r, BLOCK_H=block_h, BLOCK_K=block_k,
-            BLOCK_SCAN=BLOCK_SCAN, SPLIT=num_splits > 1, UPCAST=INTERPRETED, FP8=fp8,
-            num_warps=8, num_stages=num_stages,
-        )  # fmt: skip
+        _attend(inputs, part_out, part_lse, scale, split_size, num_splits, blocks)
     if num_splits > 1:
-        # Few sizes serve every number of splits; a program is one warp and reads 1024 numbers or
-        # fewer, and 512 where that leaves multiprocessors idle (defaults).
-        block_s = next(size for size in (2, 4, 8, 16, 32, 64) if size >= num_splits)
-        numbers = 512 if num_tokens * num_heads <= num_programs else 1024
-        block_d = min(triton.next_power_of_2(latent_dim), max(16, numbers // block_s))
-        # Three axes, as a division of 64 bits would take longer than the loads.
-        combine_kernel[(num_tokens, num_heads, triton.cdiv(latent_dim, block_d))](
-            part_out, part_lse, out, lse,
-            num_heads, num_splits,
-            LATENT_DIM=latent_dim, BLOCK_S=block_s, BLOCK_D=block_d, OVERLAP=overlap,
-            num_warps=1, launch_pdl=overlap,
-        )  # fmt: skip
+        combine_parts(part_out, part_lse, out, lse, num_programs, overlap)
     return out, lse
+
+
+def _parts(
+    inputs: tuple[Tensor, ...], block_h: int, block_k: int, num_programs: int, may_share: bool
+) -> tuple[int, int, int]:
+    """The number of splits of a row, the columns of each, and how many tokens share their keys."""
+    q, kv_cache, topk_indices, block_table, _ = inputs
+    num_tokens, num_heads, _ = q.shape
+    num_reqs, max_blocks = block_table.shape
+    topk = topk_indices.shape[1]
+    tokens = 0
+    if may_share:
+        max_keys = max_blocks * kv_cache.shape[1]
+        tokens = tokens_of_group(num_tokens, num_reqs, num_heads, topk, max_keys)
+    if tokens == 0:
+        groups = triton.cdiv(num_heads, block_h)
+        return *_splits(num_programs, num_tokens, num_heads, groups, topk, block_k), 0
+    # As if tokens that share had two thirds of their keys in common (default).
+    groups = expected_groups(num_tokens, num_reqs, tokens)
+    heads = num_tokens * num_heads // groups
+    num_splits, _ = _splits(num_programs, groups, heads, 1, topk * 3 // 2, block_k)
+    return num_splits, triton.cdiv(topk, num_splits), tokens
+
+
+def _attend(
+    inputs: tuple[Tensor, ...], out: Tensor, lse: Tensor, scale: float,
+    split_size: int, num_splits: int, blocks: tuple[int, int, int],
+) -> None:  # fmt: skip
+    """Write ``out`` and ``lse``, final or of the parts, by ``sparse_mla_decode_kernel``."""
+    q, kv_cache, topk_indices, block_table, query_start_loc = inputs
+    num_tokens, num_heads, head_dim = q.shape
+    num_blocks, block_size, _ = kv_cache.shape
+    latent_dim = out.shape[-1]
+    fp8 = kv_cache.dtype == torch.uint8
+    if fp8 and capability(q.device) >= 89 and not INTERPRETED:
+        kv_cache = kv_cache.view(torch.float8_e4m3fn)
+    block_h, block_k, num_stages = blocks
+    block_l, block_r = _dim_blocks(head_dim, latent_dim, fp8)
+    sparse_mla_decode_kernel[(num_tokens * num_splits * triton.cdiv(num_heads, block_h),)](
+        q, kv_cache, topk_indices, block_table, query_start_loc,
+        out, lse,
+        scale * math.log2(math.e),
+        block_table.shape[0], num_heads, num_blocks, block_table.shape[1],
+        topk_indices.shape[1], split_size, num_splits,
+        *q.stride(), kv_cache.stride(0), kv_cache.stride(1),
+        *topk_indices.stride(), *block_table.stride(), query_start_loc.stride(0),
+        LATENT_DIM=latent_dim, ROPE_DIM=head_dim - latent_dim, BLOCK_SIZE=block_size,
+        BLOCK_L=block_l, BLOCK_R=block_r, BLOCK_H=block_h, BLOCK_K=block_k,
+        BLOCK_SCAN=BLOCK_SCAN, SPLIT=num_splits > 1, UPCAST=INTERPRETED, FP8=fp8,
+        num_warps=8, num_stages=num_stages,
+    )  # fmt: skip
+
+
+def _dim_blocks(head_dim: int, latent_dim: int, fp8: bool) -> tuple[int, int]:
+    """BLOCK_L and BLOCK_R: the dims of a key, latent and rotary, up to a power of two."""
+    block_l = max(128 if fp8 else 16, triton.next_power_of_2(latent_dim))
+    return block_l, max(16, triton.next_power_of_2(head_dim - latent_dim))
 
 
 def _blocks(
