@@ -43,12 +43,13 @@ def places_of(block, offset, cache, table, TOKENS: gl.constexpr):
     """Where keys are, which of them there are, and whose they are (TOKENS)."""
     num_blocks = table[2][2]
     start = block.to(gl.int64) * cache[1]
-    tokens = num_blocks
+    position = offset
     if TOKENS > 0:
-        tokens = offset >> POSITION_BITS
-        offset &= _POSITION
-    places = cache[0] + (start + offset.to(gl.int64) * cache[2])
-    return places, (block >= 0) & (block < num_blocks), tokens
+        position &= _POSITION
+    places = cache[0] + (start + position.to(gl.int64) * cache[2])
+    valid = (block >= 0) & (block < num_blocks)
+    tokens = offset >> POSITION_BITS if TOKENS > 0 else valid
+    return places, valid, tokens
 
 
 @gluon.jit

@@ -136,9 +136,7 @@ def copy_fp8(
             # It waits for loads that are under way: the next ones come after it.
             fence_async_shared()
             mbarrier.arrive(k_full.index(stage), count=1)
-            keys, valid = next_keys, next_valid
-            if TOKENS > 0:
-                tokens = next_tokens
+            keys, valid, tokens = next_keys, next_valid, next_tokens
             codes, scales = _load_codes(keys, valid, 0, words)
             tile += 1
         items_done += 1

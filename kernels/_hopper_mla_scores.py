@@ -47,11 +47,14 @@ def weigh(exponents, smem, left_full, SPLIT: gl.constexpr):
 @gluon.jit
 def keys_of_rows(there_smem, TOKENS: gl.constexpr):
     """Which keys of a tile each of the 64 rows of a program has."""
-    there = gl.expand_dims(there_smem.load(gl.SliceLayout(0, MMA)), 0)
+    there = there_smem.load(gl.SliceLayout(0, MMA))
     if TOKENS > 0:
         token = token_of_rows(gl.arange(0, 64, layout=HEADS), TOKENS)
-        there = there.to(gl.int32) & (1 << gl.expand_dims(token, 1))
-    return there != 0
+        bit = 1 << gl.expand_dims(token, 1)
+        there = (gl.expand_dims(there.to(gl.int32), 0) & bit) != 0
+    else:
+        there = gl.expand_dims(there != 0, 0)
+    return there
 
 
 @gluon.jit
