@@ -242,7 +242,9 @@ def launch(
         block_l, block_r = _dim_blocks(head_dim, latent_dim, fp8)
         blocks = _blocks(arch, q.itemsize, num_heads, block_l, block_r, fp8)
         block_h, block_k, _ = blocks
-    num_splits, split_size, tokens = _parts(inputs, block_h, block_k, num_programs, on_hopper)
+    num_splits, split_size, tokens = _parts(
+        inputs, block_h, block_k, num_programs, may_share=on_hopper
+    )
     part_out, part_lse = out, lse
     if num_splits > 1:
         part_out = q.new_empty(num_tokens, num_splits, num_heads, latent_dim, dtype=torch.float32)
@@ -264,7 +266,7 @@ def launch(
 
 
 def _parts(
-    inputs: tuple[Tensor, ...], block_h: int, block_k: int, num_programs: int, may_share: bool
+    inputs: tuple[Tensor, ...], block_h: int, block_k: int, num_programs: int, *, may_share: bool
 ) -> tuple[int, int, int]:
     """The number of splits of a row, the columns of each, and how many tokens share their keys."""
     q, kv_cache, topk_indices, block_table, _ = inputs

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mtpgraph import ops
 from mtpgraph.kernels import _shared_keys, _sparse_mla_decode_hopper, sparse_mla_decode
-from mtpgraph.kernels.sparse_mla_decode import _splits, launch
+from mtpgraph.kernels.sparse_mla_decode import _parts, _splits, launch
 
 from ..helpers import (
     TOLERANCES,
@@ -318,6 +318,31 @@ def test_sparse_mla_splits_and_heads_of_a_program_are_the_fastest_measured(
     assert _splits(132, num_tokens, num_heads, groups, 2048, 64)[0] == num_splits
     parts = num_tokens * num_splits
     assert _sparse_mla_decode_hopper.heads_of_program(parts, num_heads, 132) == block_h
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_heads", "next_n", "parts"),
+    [
+        (64, 16, 4, (2, 1024, 0)),
+        (96, 16, 4, (5, 410, 4)),
+        (128, 16, 4, (4, 512, 4)),
+        (256, 16, 4, (2, 1024, 4)),
+        (512, 16, 4, (1, 2048, 4)),
+        (256, 8, 8, (4, 512, 8)),
+        (256, 16, 2, (1, 2048, 2)),
+        (256, 64, 4, (1, 2048, 0)),
+        (256, 16, 1, (1, 2048, 0)),
+    ],
+)
+def test_sparse_mla_parts_of_tokens_that_share_keys(
+    num_tokens: int, num_heads: int, next_n: int, parts: tuple[int, int, int]
+) -> None:
+    """As many as were the fastest measured, and about as many columns in each."""
+    num_reqs = num_tokens // next_n
+    sizes = [(num_tokens, num_heads, 576), (99, 64, 576), (num_tokens, 2048), (num_reqs, 512)]
+    inputs = tuple(torch.empty(size, device="meta") for size in [*sizes, (num_reqs + 1,)])
+    assert _parts(inputs, 64, 64, 132, may_share=True) == parts
+    assert _parts(inputs, 64, 64, 132, may_share=False)[2] == 0
 
 
 def test_sparse_mla_heads_of_a_program_cover_all_in_one_turn() -> None:
@@ -635,8 +660,8 @@ def test_sparse_mla_on_the_card_leaves_out_keys_that_are_not_there(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_splits", [1, 3, 8])
-@pytest.mark.parametrize("num_heads", [1, 5, 8, 12, 16, 24, 32])
+@pytest.mark.parametrize("num_splits", [1, 8])
+@pytest.mark.parametrize("num_heads", [5, 8, 16, 32])
 @pytest.mark.parametrize("fp8", [False, True], ids=["cache of q", "fp8"])
 def test_sparse_mla_on_the_card_of_tokens_that_share_keys(
     fp8: bool, num_heads: int, num_splits: int, shared: None, monkeypatch: pytest.MonkeyPatch
@@ -660,7 +685,7 @@ def test_sparse_mla_on_the_card_of_tokens_that_share_keys(
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_splits", [1, 8])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("dim", [3, 511, 575])
+@pytest.mark.parametrize("dim", [3, 575])
 @pytest.mark.parametrize("fp8", [False, True], ids=["cache of q", "fp8"])
 def test_sparse_mla_on_the_card_of_shared_keys_that_are_not_finite(
     fp8: bool,
@@ -724,7 +749,7 @@ def test_sparse_mla_on_the_card_of_shared_keys_that_are_not_there(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("topk", [1, 63, 1000, 2048, 4096])
+@pytest.mark.parametrize("topk", [1, 63, 4096])
 @pytest.mark.parametrize("fp8", [False, True], ids=["cache of q", "fp8"])
 def test_sparse_mla_on_the_card_of_shared_keys_of_each_topk(
     fp8: bool, topk: int, shared: None, monkeypatch: pytest.MonkeyPatch
