@@ -32,6 +32,11 @@ def num_sms(device: torch.device) -> int:
     return 132
 
 
+def can_overlap(device: torch.device) -> bool:
+    """Whether a kernel may begin before the one before it ends, and wait for it on the card."""
+    return not INTERPRETED and capability(device) >= 90
+
+
 def bare_launch(
     compiled: Any, grid: tuple[int, int, int], device: torch.device
 ) -> Callable[..., None]:

@@ -39,7 +39,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._blocks import MAX_GROUPS, places, rank
-from ._common import INTERPRETED, capability
+from ._common import can_overlap
 
 # Positions and tokens of an entry, in bits.
 POSITION_BITS = tl.constexpr(24)
@@ -245,7 +245,7 @@ def share_keys(
     groups = topk_indices.new_empty(1 + most, 4)
     entries = topk_indices.new_empty(most * num_splits, tokens * split_size)
     parts = topk_indices.new_empty(1 + most * num_splits, 4)
-    overlap = not INTERPRETED and capability(columns.device) >= 90
+    overlap = can_overlap(columns.device)
     map_indices_kernel[(num_tokens,)](
         topk_indices, query_start_loc, columns, groups,
         num_tokens, num_reqs, max_keys, topk,

@@ -43,7 +43,7 @@ from torch import Tensor
 
 from . import _topk_plan
 from ._blocks import LEAST, finite_value_of, nan, rank, starts_of_4, value_of
-from ._common import INTERPRETED, capability, num_sms
+from ._common import can_overlap, num_sms
 from ._sampling import draw, find_bound
 from ._selection import guess_of, moments_of
 from ._topk_plan import keys_per_thread, plan, reads_vectors, select_registers, warps_for
@@ -279,7 +279,7 @@ def largest_positions(
     num_slices = capacity = 1
     overlap = False
     if shape.chunk:
-        overlap = OVERLAP and not INTERPRETED and capability(out.device) >= 90
+        overlap = OVERLAP and can_overlap(out.device)
         num_slices = triton.cdiv(width, shape.slice)
         capacity = min(shape.slice, shape.large_block)
         left = logits.new_empty(num_tokens, num_slices, 2, capacity, dtype=torch.float32)

@@ -445,6 +445,19 @@ def one_token(seed: int, num_heads: int = 16, fp8: bool = False) -> dict[str, An
     }
 
 
+def take_keys_away(inputs: dict[str, Any]) -> dict[str, Any]:
+    """``inputs`` with blocks outside the pool, columns past the table and tiles without a key, put
+    there in place; returned with the indices of those keys alone that there are."""
+    table, index, kv_cache = (inputs[k] for k in ("block_table", "topk_indices", "kv_cache"))
+    table[:, 1] = torch.tensor([-1, len(kv_cache), 2**31 - 1] * 3)[: len(table)]
+    index[:, :64] = index[:, 128:192] = -1
+    index[:, 70] = table.shape[1] * 64 + 5
+    index[:, 71] = 2**31 - 1
+    outside = (index // 64 == 1) | (index // 64 >= table.shape[1])
+    assert (outside.sum(dim=1) > 2).any()
+    return inputs | {"topk_indices": torch.where(outside, -1, index)}
+
+
 def cut_rows(monkeypatch: pytest.MonkeyPatch, num_splits: int) -> None:
     """Into as many parts of ``model_inputs``' columns."""
     monkeypatch.setattr(
@@ -631,14 +644,8 @@ def test_sparse_mla_on_the_card_leaves_out_keys_that_are_not_there(
     """Blocks outside the pool, columns past the table, and tiles without a key, first and later."""
     cut_rows(monkeypatch, num_splits)
     inputs = model_inputs(4, 7, 64, fp8=fp8)
-    table, index, kv_cache = (inputs[k] for k in ("block_table", "topk_indices", "kv_cache"))
-    table[:, 1] = torch.tensor([-1, len(kv_cache), 2**31 - 1] * 3)[: len(table)]
-    index[:, :64] = index[:, 128:192] = -1
-    index[:, 70] = table.shape[1] * 64 + 5
-    index[:, 71] = 2**31 - 1
-    outside = (index // 64 == 1) | (index // 64 >= table.shape[1])
-    assert (outside.sum(dim=1) > 2).any()
-    known = inputs | {"topk_indices": torch.where(outside, -1, index)}
+    known = take_keys_away(inputs)
+    table, kv_cache = inputs["block_table"], inputs["kv_cache"]
     results = launch(**inputs)
     for actual, expected in zip(results, reference64(known), strict=True):
         assert_close(actual, expected)
@@ -735,14 +742,8 @@ def test_sparse_mla_on_the_card_of_shared_keys_that_are_not_there(
     fp8: bool, num_heads: int, shared: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inputs = model_inputs(4, 7, num_heads, fp8=fp8)
-    table, index, kv_cache = (inputs[k] for k in ("block_table", "topk_indices", "kv_cache"))
-    table[:, 1] = torch.tensor([-1, len(kv_cache), 2**31 - 1] * 3)[: len(table)]
-    index[:, :64] = index[:, 128:192] = -1
-    index[:, 70] = table.shape[1] * 64 + 5
-    index[:, 71] = 2**31 - 1
-    index[::3] = -1
-    outside = (index // 64 == 1) | (index // 64 >= table.shape[1])
-    known = inputs | {"topk_indices": torch.where(outside, -1, index)}
+    inputs["topk_indices"][::3] = -1
+    known = take_keys_away(inputs)
     assert_shares(inputs, monkeypatch)
     for actual, expected in zip(launch(**inputs), reference64(known), strict=True):
         assert_close(actual, expected)
