@@ -54,6 +54,8 @@ def timer(times: dict[str, float]) -> Callable[[Sequence[Arm], Plan], dict[str, 
             2 * 12 * 1152 + 6 * (8 * 4 + 2 * 2180),
             6 * 2 * 8 * 2176,
         ),
+        # a key of 512 bytes, four scales and a rotary part of 128
+        (Mla(1, 2, topk=8, fp8=True), 8 * (656 + 4) + 2 * 2180, 2 * 8 * 2176),
     ],
 )
 def test_shapes_count_bytes_and_operations(shape: Shape, num_bytes: int, flops: int) -> None:
@@ -234,6 +236,7 @@ SMALL: list[Shape] = [
     Select(2, 128, (2,), num_heads=4, topk=16),
     TopK(3, 200, 20),
     Mla(3, 4, topk=32),
+    Mla(3, 4, topk=32, fp8=True),
 ]
 
 
@@ -241,7 +244,7 @@ def small_arms(monkeypatch: pytest.MonkeyPatch, peers: Peers) -> dict[str, list[
     """The arms of ``SMALL``, over caches of a few blocks."""
     monkeypatch.setattr(Mla, "context", 128)
     each = bench_indexer.each_shape(SMALL, peers, CEILINGS, 1 << 10, 3, CPU)
-    return {shape.what: arms for shape, arms, _ in each}
+    return {f"{shape.what}{' fp8' * ('fp8' in shape.name)}": arms for shape, arms, _ in each}
 
 
 def test_arms_of_ours_pass_their_checks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,7 +253,8 @@ def test_arms_of_ours_pass_their_checks(monkeypatch: pytest.MonkeyPatch) -> None
         "logits": ["mtpgraph", "mtpgraph bf16"],
         "select": ["mtpgraph", "mtpgraph, two ops"],
         "topk": ["mtpgraph", "torch.topk"],
-        "mla": ["mtpgraph", "mtpgraph fp8"],
+        "mla": ["mtpgraph"],
+        "mla fp8": ["mtpgraph"],
     }
     assert [each.check() for group in arms.values() for each in group] == [""] * 8
 
@@ -270,6 +274,7 @@ def spoiled(result: Tensor) -> Tensor:
         ("indexer_topk", "topk", 0, "1 of 3 rows differ"),
         ("indexer_select", "select", 0, "1 of 4 rows differ"),
         ("sparse_mla_decode", "mla", 0, "outputs off by"),
+        ("sparse_mla_decode", "mla fp8", 0, "outputs off by"),
     ],
 )
 def test_arms_find_a_wrong_result(
@@ -424,11 +429,14 @@ def test_attention_of_several_tokens_a_request(monkeypatch: pytest.MonkeyPatch) 
         assert arm.check() == ""
 
 
+@pytest.mark.parametrize(
+    ("fp8", "others"), [(False, ["FA3", "FlashMLA forward"]), (True, [])], ids=["bf16", "fp8"]
+)
 def test_peers_of_attention_get_slots_and_their_own_caches(
-    monkeypatch: pytest.MonkeyPatch,
+    fp8: bool, others: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Mla, "context", 128)
-    shape = Mla(3, 64, topk=32)
+    shape = Mla(3, 64, topk=32, fp8=fp8)
     pool = bench_attention.make_kv_cache(8, 576, CPU)
     fp8_pool = bench_peers.fp8_kv_cache(pool)
     assert fp8_pool.shape == (8, 64, 656)
@@ -464,8 +472,7 @@ def test_peers_of_attention_get_slots_and_their_own_caches(
         }
     )
     arms = bench_attention.attention_arms(inputs, peers)
-    flash_mla = ["FlashMLA fp8", "FlashMLA fp8, split apart", "FlashMLA forward"]
-    names = ["mtpgraph", "mtpgraph fp8", "FA3", *flash_mla]
+    names = ["mtpgraph", "FlashMLA fp8", "FlashMLA fp8, split apart", *others]
     assert {each.name: each.check() for each in arms} == dict.fromkeys(names, "")
 
 
@@ -500,9 +507,10 @@ def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """The command runs on the CPU, with shapes, facts and times that are made up."""
     monkeypatch.setattr(Mla, "context", 128)
     monkeypatch.setattr(bench_indexer, "DEVICE", "cpu")
-    monkeypatch.setattr(bench_indexer, "SHAPES", {shape.what: [shape] for shape in SMALL})
+    shapes = {each.what: [shape for shape in SMALL if shape.what == each.what] for each in SMALL}
+    monkeypatch.setattr(bench_indexer, "SHAPES", shapes)
     monkeypatch.setattr(bench_graph, "measure_ceilings", lambda device: CEILINGS)
-    ours = ["mtpgraph", "mtpgraph, two ops", "mtpgraph bf16", "mtpgraph fp8"]
+    ours = ["mtpgraph", "mtpgraph, two ops", "mtpgraph bf16"]
     times = dict.fromkeys([*ours, "torch.topk"], 5.0)
     monkeypatch.setattr(bench_graph, "time_arms", timer(times))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -526,7 +534,7 @@ def test_command_writes_a_json_line_a_shape(
     assert "no DeepGEMM: skipped" in printed
     assert "| topk | 3x200-k20 | 5.0 |" in printed
     rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [row["what"] for row in rows] == ["logits", "select", "topk", "mla"]
+    assert [row["what"] for row in rows] == ["logits", "select", "topk", "mla", "mla"]
     for row in rows:
         assert row.items() >= (card | {"commit": "abc", "us": 5.0, "us_min": 4.0}).items()
         assert row["ceilings"]["copy_bytes"] == 4e12
@@ -536,7 +544,7 @@ def test_command_writes_a_json_line_a_shape(
     }
     assert rows[1]["also"]["mtpgraph, two ops"]["us"] == 5.0
     assert rows[0]["also"]["mtpgraph bf16"]["us"] == 5.0
-    assert rows[3]["also"]["mtpgraph fp8"]["us"] == 5.0
+    assert [row["shape"] for row in rows[3:]] == ["3x4h", "3x4h-fp8"]
 
 
 def test_command_checks_without_timing(

@@ -19,7 +19,7 @@ from .ops.indexer_topk import largest_positions
 
 Selector = Callable[[Tensor, Tensor], Tensor]
 
-# By norm: fp8 products are summed in fp32, in any order.
+# By norm of a row: fp8 products are summed in fp32, in any order.
 LOGITS_TOLERANCE = 1e-3
 ROUNDED_TOLERANCE = 2.5e-3  # of bf16: to round is 1.7e-3 by norm, to cut off 3.3e-3
 # Whose rows a selector must get right: real logits cluster and tie.
@@ -131,12 +131,13 @@ def logits_arms(scores: Scores, peers: Peers) -> list[Arm]:
 
 
 def wrong_logits(logits: Tensor, expected: Tensor, row_lens: Tensor) -> str:
-    """How far ``logits`` are off within ``row_lens``, "" if they are right."""
+    """How far the worst row of ``logits`` is off within ``row_lens``, "" if they are right."""
     width = expected.shape[1]
     allowed = LOGITS_TOLERANCE if logits.dtype == torch.float32 else ROUNDED_TOLERANCE
     seen = torch.arange(width, device=logits.device) < row_lens.unsqueeze(1)
     difference = torch.where(seen, logits[:, :width] - expected, 0)
-    error = float(difference.norm() / torch.where(seen, expected, 0).norm())
+    sizes = torch.where(seen, expected, 0).norm(dim=1)
+    error = float((difference.norm(dim=1) / sizes).max())
     return "" if error <= allowed else f"logits off by {error:.1e}"
 
 

@@ -115,7 +115,7 @@ class TopK:
 @dataclass(frozen=True)
 class Mla:
     """Latent attention of ``num_rows`` tokens, ``next_n`` of each request, to ``topk`` keys each
-    in bf16, of which those of a request have ``common`` percent in common, and no other."""
+    in bf16 or fp8, of which those of a request have ``common`` percent in common, and no other."""
 
     num_rows: int
     num_heads: int
@@ -124,13 +124,14 @@ class Mla:
     rope: int = 64
     next_n: int = 1
     common: int = 0
+    fp8: bool = False
 
     what = "mla"
 
     @property
     def name(self) -> str:
         several = f"-n{self.next_n}-{self.common}%" if self.next_n > 1 else ""
-        return f"{self.num_rows}x{self.num_heads}h{several}"
+        return f"{self.num_rows}x{self.num_heads}h{several}{'-fp8' if self.fp8 else ''}"
 
     @property
     def num_reqs(self) -> int:
@@ -152,8 +153,14 @@ class Mla:
         return self.common_keys + self.next_n * (self.topk - self.common_keys)
 
     @property
+    def key_bytes(self) -> int:
+        """A key in fp8 is a byte a latent, an fp32 scale for each 128 of them, and bf16 beyond."""
+        latents = self.latent + self.latent // 128 * 4 if self.fp8 else 2 * self.latent
+        return latents + 2 * self.rope
+
+    @property
     def bytes(self) -> int:
-        keys = 2 * (self.latent + self.rope) * self.keys_of_request
+        keys = self.key_bytes * self.keys_of_request
         queries = self.num_heads * (2 * (self.latent + self.rope) + 2 * self.latent + 4)
         return self.num_reqs * keys + self.num_rows * (4 * self.topk + queries)
 
@@ -189,10 +196,16 @@ SHAPES: dict[str, list[Shape]] = {
         if len(queries) <= _BATCHES[i][0]
     ],
     "mla": [
-        *(Mla(rows, heads) for rows in (1, 8, 64, 256) for heads in (16, 64, 128)),
+        *(
+            Mla(rows, heads, fp8=fp8)
+            for fp8 in (False, True)
+            for rows in (1, 8, 64, 256)
+            for heads in (16, 64, 128)
+        ),
         *(Mla(rows, 16, next_n=4, common=75) for rows in (64, 128)),
-        *(Mla(256, 16, next_n=4, common=common) for common in (50, 75, 90)),
+        *(Mla(256, 16, next_n=4, common=common) for common in (0, 50, 75, 90)),
         *(Mla(256, heads, next_n=next_n, common=75) for heads, next_n in ((8, 8), (32, 4))),
+        Mla(256, 16, next_n=4, common=75, fp8=True),
     ],
 }
 
