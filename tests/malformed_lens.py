@@ -69,10 +69,16 @@ def claimed_once(starts: list[int], token: int) -> bool:
     return claims + (token >= starts[-1]) + (token < starts[0]) <= 1
 
 
-def check_starts(name: str, op: Callable[..., Any], starts: list[int], device: str) -> None:
+def check_starts(
+    name: str,
+    op: Callable[..., Any],
+    starts: list[int],
+    device: str,
+    inputs: Inputs | None = None,
+) -> None:
     """Each request gets what it would get alone, padding what padding gets, and no other slot of
-    the pool is touched."""
-    inputs = make_inputs(name)
+    the pool is touched. ``inputs``, on the CPU, are of as many tokens as ``make_inputs``'."""
+    inputs = make_inputs(name) if inputs is None else inputs
     state = next((key for key in ("conv_state", "state") if key in inputs), None)
     expected_pool = None if state is None else inputs[state].clone()
     given = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in inputs.items()}

@@ -9,9 +9,12 @@ from torch import Tensor
 from ..helpers import assert_same_bits, storage_bytes
 
 
-def assert_replays(op: Callable[..., Any], inputs: Sequence[dict[str, Any]]) -> None:
+def assert_replays(
+    op: Callable[..., Any], inputs: Sequence[dict[str, Any]], writes: str = ""
+) -> None:
     """One CUDA graph of ``op`` serves all of ``inputs``: the results and every byte behind the
-    arguments, those between the rows of a pool included, are what a fresh call leaves.
+    arguments, those between the rows of a pool included, are what a fresh call leaves; and that
+    leaves all arguments but ``writes`` as they were.
 
     The graph is captured on the first of ``inputs``; the tensors of the others have its shapes,
     strides and dtypes, and the arguments that are no tensors are its own.
@@ -29,6 +32,10 @@ def assert_replays(op: Callable[..., Any], inputs: Sequence[dict[str, Any]]) -> 
     for values in [*inputs, inputs[0]]:
         fresh = _copies(values)
         expected = _tensors(op(**fresh))
+        for name, value in values.items():
+            if isinstance(value, Tensor) and name != writes:
+                same = torch.equal(storage_bytes(fresh[name]), storage_bytes(value))
+                assert same, f"{name} is written"
         _copy_into(static, values)
         for result in results:
             _flat(result).fill_(0xA5)

@@ -166,4 +166,4 @@ def test_indexer_cache_write_replays(head_dim: int, power_of_two_scale: bool) ->
             "power_of_two_scale": power_of_two_scale,
         }
 
-    assert_replays(ops.indexer_cache_write_, [make(seed) for seed in range(3)])
+    assert_replays(ops.indexer_cache_write_, [make(seed) for seed in range(3)], writes="k_cache")

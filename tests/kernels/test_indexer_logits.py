@@ -4,6 +4,7 @@ Bounds are in units of ``sum_h |weights| * sum_d |q * key|``: where terms cancel
 small beside them is large beside their sum.
 """
 
+import functools
 import importlib
 import math
 from typing import Any
@@ -359,10 +360,15 @@ def test_logits_on_the_card_of_every_batch() -> None:
 
 
 @pytest.mark.gpu
-def test_logits_replay() -> None:
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_logits_replay(dtype: torch.dtype) -> None:
+    """Queries that are not of fp8 have the portable kernel on every card."""
     query_lens = [[1, 3, 2, 8], [4, 4, 3, 3], [0, 14, 0, 0]]
-    inputs = [card_inputs(lens, 2000, seed=seed) for seed, lens in enumerate(query_lens)]
+    inputs = [
+        card_inputs(lens, 2000, dtype=dtype, seed=seed) for seed, lens in enumerate(query_lens)
+    ]
     assert_replays(ops.indexer_logits, inputs)
+    assert_replays(functools.partial(ops.indexer_logits, logits_dtype=torch.bfloat16), inputs)
 
 
 @pytest.mark.gpu

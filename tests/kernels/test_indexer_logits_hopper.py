@@ -440,6 +440,16 @@ def test_hopper_logits_past_2_31_bytes() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("on_hopper")
+def test_hopper_select_past_2_31_elements_of_logits() -> None:
+    inputs = {**card_inputs([1] * 2200, 130), "topk": 64}
+    expected = ops.indexer_select(**inputs)
+    inputs["block_table"] = torch.nn.functional.pad(inputs["block_table"], (0, 2**20 // 64))
+    inputs["max_seq_len"] = 2**20
+    assert torch.equal(ops.indexer_select(**inputs), expected)
+
+
+@pytest.mark.gpu
 def test_the_portable_kernel_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """It still serves whatever the other does not take."""
     monkeypatch.setattr(hopper, "supports", lambda *tensors: False)

@@ -1,5 +1,7 @@
 """indexer_select is the kernels of its two parts, bit for bit."""
 
+import importlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,12 +12,15 @@ from mtpgraph import ops
 from mtpgraph.kernels import flatten_decode, indexer_logits, indexer_topk
 from mtpgraph.kernels.indexer_select import launch
 
-from ..helpers import assert_same_bits, each_batch, huge_rows, random_case
+from ..helpers import assert_same_bits, each_batch, huge_rows, nan_pool, random_case
 from ..malformed_lens import MIN, check_negative_seq_lens, check_starts, each_starts
 from ..ops.test_indexer_logits import DTYPES, Case
 from ..ops.test_indexer_select import make_inputs
 from .gpu import assert_replays
 from .test_indexer_logits import card_inputs
+from .test_indexer_topk import VALUES, each_values
+
+largest_positions = importlib.import_module("mtpgraph.ops.indexer_topk").largest_positions
 
 # As in the tests of indexer_topk: infinities in the interpreter.
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
@@ -93,6 +98,57 @@ def test_select_of_ties_and_nan(device: str) -> None:
     assert launch(**inputs)[0].tolist() == [0, 1, 2, 3, 4, 5]
 
 
+def inputs_of_values(values: Tensor, topk: int, head_dim: int = 128) -> dict[str, Any]:
+    """A token a request, whose logits are a row of ``values``: the scale of a key is the size of
+    its value, and of two heads one is for positive and one for negative keys."""
+    num_reqs, width = values.shape
+    block_size = 64
+    columns = -(-width // block_size)
+    k_cache = nan_pool(num_reqs * columns + 2, block_size * (head_dim + 4), dtype=torch.uint8)
+    table = torch.randperm(len(k_cache))[: num_reqs * columns].view(num_reqs, columns)
+    keys = torch.zeros(num_reqs, columns * block_size, head_dim)
+    keys[:, :width, 0] = (~values.signbit()).float()
+    keys[:, :width, 1] = values.signbit().float()
+    codes = keys.to(torch.float8_e4m3fn).view(torch.uint8).view(num_reqs, columns, -1)
+    scales = torch.nn.functional.pad(values.abs(), (0, columns * block_size - width))
+    scales = scales.view(torch.uint8).view(num_reqs, columns, -1)
+    k_cache[table] = torch.cat([codes, scales], dim=2)
+    heads = 64 if head_dim == 128 else 2
+    q = torch.zeros(num_reqs, heads, head_dim)
+    q[:, 0, 0] = q[:, 1, 1] = 1
+    weights = torch.zeros(num_reqs, heads)
+    weights[:, 0], weights[:, 1] = 1, -1
+    return {
+        "q": q.to(torch.float8_e4m3fn),
+        "weights": weights,
+        "k_cache": k_cache,
+        "block_table": table.int(),
+        "query_start_loc": torch.arange(num_reqs + 1, dtype=torch.int32),
+        "seq_lens": torch.full((num_reqs,), width, dtype=torch.int32),
+        "max_seq_len": width,
+        "topk": topk,
+    }
+
+
+def assert_selects_the_largest(values: Tensor, topk: int, device: str, **dims: int) -> None:
+    inputs = inputs_of_values(values, topk, **dims)
+    given = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
+    scores = {name: value for name, value in given.items() if name != "topk"}
+    logits = indexer_logits.launch(**scores)
+    # a scale may be halved, which takes a bit of a subnormal one
+    torch.testing.assert_close(logits.cpu(), values, rtol=0, atol=2.0**-149, equal_nan=True)
+    expected = largest_positions(logits, given["seq_lens"], topk)
+    assert_same_bits(launch(**given), expected)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["two values", "descending", "subnormal", "zeros of both signs", "mostly inf", "mostly NaN"],
+)
+def test_select_of_kinds_of_values(kind: str, device: str) -> None:
+    assert_selects_the_largest(VALUES[kind](70)[None], 9, device, head_dim=4)
+
+
 @each_starts
 def test_select_of_malformed_starts(starts: list[int], device: str) -> None:
     check_starts("indexer_select", launch, starts, device)
@@ -123,11 +179,22 @@ def test_select_on_the_card_equals_two_launches(
 
 
 @pytest.mark.gpu
+@each_values
+def test_select_on_the_card_of_each_kind_of_values(values: Callable[[int], Tensor]) -> None:
+    """Short rows, rows that are filtered first, and rows of a topk that has to count."""
+    for width, topk in ((4000, 512), (8192, 2048), (40_000, 2048), (40_000, 9000)):
+        assert_selects_the_largest(torch.stack([values(width), values(width)]), topk, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("topk", [512, 5000])
-def test_select_replays(topk: int) -> None:
+def test_select_replays(topk: int, dtype: torch.dtype) -> None:
+    """Queries that are not of fp8 have the portable kernel on every card."""
     query_lens = [[1, 3, 2, 8], [4, 4, 3, 3], [0, 14, 0, 0]]
     inputs = [
-        {**card_inputs(lens, 9000, seed=seed), "topk": topk} for seed, lens in enumerate(query_lens)
+        {**card_inputs(lens, 9000, dtype=dtype, seed=seed), "topk": topk}
+        for seed, lens in enumerate(query_lens)
     ]
     assert_replays(ops.indexer_select, inputs)
 

@@ -431,11 +431,13 @@ def test_topk_on_the_card_of_rows_whose_largest_lie_together() -> None:
 
 
 @pytest.mark.gpu
+@each_dtype
 @pytest.mark.parametrize(
     ("width", "topk"), [(8192, 2048), (50_000, 2048), (300_000, 4096), (30_000, 9000)]
 )
-def test_topk_replays(width: int, topk: int) -> None:
-    assert_replays(ops.indexer_topk, [card_inputs(9, width, topk, seed) for seed in range(3)])
+def test_topk_replays(width: int, topk: int, dtype: torch.dtype) -> None:
+    inputs = [card_inputs(9, width, topk, seed) for seed in range(3)]
+    assert_replays(ops.indexer_topk, [x | {"logits": x["logits"].to(dtype)} for x in inputs])
 
 
 @pytest.mark.gpu

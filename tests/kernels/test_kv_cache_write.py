@@ -105,7 +105,7 @@ def test_kv_cache_write_replays(dtype: torch.dtype) -> None:
         cache = values["kv_cache"].clone()
         launch(**{**values, "kv_cache": cache})
         assert_same_bits(cache.cpu(), cpu["kv_cache"])
-    assert_replays(ops.kv_cache_write_, inputs)
+    assert_replays(ops.kv_cache_write_, inputs, writes="kv_cache")
 
 
 @pytest.mark.parametrize(("head_dim", "latent_dim"), FP8_DIMS)
@@ -227,4 +227,4 @@ def test_kv_cache_write_fp8_replays(dtype: torch.dtype) -> None:
         cache = strided_pool(nan_pool(50, 64, 656, dtype=torch.uint8, device="cuda"))
         return {"kv": kv, "slot_mapping": slots.cuda(), "kv_cache": cache}
 
-    assert_replays(ops.kv_cache_write_, [make(seed) for seed in range(3)])
+    assert_replays(ops.kv_cache_write_, [make(seed) for seed in range(3)], writes="kv_cache")

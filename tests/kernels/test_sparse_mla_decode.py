@@ -23,6 +23,7 @@ from ..helpers import (
     random_case,
     strided_pool,
 )
+from ..malformed_lens import STARTS, check_starts
 from ..ops.test_sparse_mla_decode import (
     DTYPES,
     HEAD_DIM,
@@ -839,9 +840,10 @@ def test_sparse_mla_on_the_card_of_many_requests(num_heads: int, query_lens: str
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_heads", [16, 64, 128])
-def test_sparse_mla_replays_of_one_token(num_heads: int) -> None:
+@pytest.mark.parametrize("fp8", [False, True], ids=["cache of q", "fp8"])
+def test_sparse_mla_replays_of_one_token(fp8: bool, num_heads: int) -> None:
     """Of 16 heads with the combination begun early."""
-    assert_replays(ops.sparse_mla_decode, [one_token(seed, num_heads) for seed in range(3)])
+    assert_replays(ops.sparse_mla_decode, [one_token(seed, num_heads, fp8) for seed in range(3)])
 
 
 @pytest.mark.gpu
@@ -855,3 +857,132 @@ def test_sparse_mla_replays(fp8: bool, num_reqs: int, num_heads: int) -> None:
         ops.sparse_mla_decode,
         [model_inputs(seed, num_reqs, num_heads, fp8=fp8) for seed in range(3)],
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_reqs", [2, 100])
+@pytest.mark.parametrize("fp8", [False, True], ids=["cache of q", "fp8"])
+def test_sparse_mla_replays_of_the_portable_kernel(
+    fp8: bool, num_reqs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_sparse_mla_decode_hopper, "supports", lambda *inputs: False)
+    assert_replays(
+        ops.sparse_mla_decode, [model_inputs(seed, num_reqs, 16, fp8=fp8) for seed in range(3)]
+    )
+
+
+each_way_of_hopper = pytest.mark.parametrize("num_heads", [16, 64], ids=["shared", "one by one"])
+"""With the fixture ``shared``: 64 heads are too many for that."""
+
+
+@pytest.fixture
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernels have to be the ones that run."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the kernel is for compute capability 9.0")
+    taken = _sparse_mla_decode_hopper.supports
+
+    def supports(*inputs: Any) -> bool:
+        assert taken(*inputs)
+        return True
+
+    monkeypatch.setattr(_sparse_mla_decode_hopper, "supports", supports)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("on_hopper", "shared")
+@each_way_of_hopper
+@pytest.mark.parametrize("num_splits", [1, 8])
+@pytest.mark.parametrize("fp8", [False, True], ids=["cache of q", "fp8"])
+def test_sparse_mla_on_hopper_past_2_31_elements(
+    fp8: bool, num_splits: int, num_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All keys behind as many elements of the pool."""
+    cut_rows(monkeypatch, num_splits)
+    inputs = model_inputs(3, 5, num_heads, fp8=fp8)
+    expected = launch(**inputs)
+    pool, table = inputs["kv_cache"], inputs["block_table"]
+    before = -(-(2**31) // pool[0].numel())
+    huge = nan_pool(before + len(pool), *pool.shape[1:], dtype=pool.dtype, device="cuda")
+    huge[before:] = pool
+    inputs["kv_cache"] = huge
+    inputs["block_table"] = torch.where(table < len(pool), table + before, table)
+    for actual, other in zip(launch(**inputs), expected, strict=True):
+        assert_same_bits(actual, other)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("on_hopper", "shared")
+@each_way_of_hopper
+def test_sparse_mla_on_hopper_past_2_31_elements_of_rows(num_heads: int) -> None:
+    inputs = model_inputs(0, 2, num_heads, max_query_len=2)
+    expected = launch(**inputs)
+    assert inputs["query_start_loc"].tolist() == [0, 0, 2]
+    for name in ("q", "topk_indices", "block_table"):
+        far = {**inputs, name: huge_rows(inputs[name], 2**30 + 64)}
+        for actual, other in zip(launch(**far), expected, strict=True):
+            assert_same_bits(actual, other)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("num_splits", [1, 8])
+@pytest.mark.parametrize("fp8", [False, True], ids=["cache of q", "fp8"])
+def test_sparse_mla_on_hopper_past_2_31_elements_of_results(
+    fp8: bool, num_splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the parts, where there are several. All tokens are the same one."""
+    cut_rows(monkeypatch, num_splits)
+    one = one_token(0, 128, fp8)
+    num_tokens = 2**31 // (num_splits * 128 * 512) + 9
+    out, lse = launch(
+        **one
+        | {
+            "q": one["q"].expand(num_tokens, -1, -1),
+            "topk_indices": one["topk_indices"].expand(num_tokens, -1),
+            "query_start_loc": one["query_start_loc"] * num_tokens,
+        }
+    )
+    assert (out == out[:1]).all()
+    assert (lse == lse[:1]).all()
+    for actual, expected in zip((out[:1], lse[:1]), reference64(one), strict=True):
+        assert_close(actual, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("on_hopper", "shared")
+@each_way_of_hopper
+@pytest.mark.parametrize("fp8", [False, True], ids=["cache of q", "fp8"])
+def test_sparse_mla_on_hopper_of_an_empty_dim(fp8: bool, num_heads: int) -> None:
+    given = model_inputs(3, 5, num_heads, fp8=fp8)
+    for changed in (
+        {"topk_indices": given["topk_indices"][:, :0]},
+        {"block_table": given["block_table"][:, :0]},
+        {"block_table": given["block_table"][:0], "query_start_loc": given["query_start_loc"][:1]},
+        {"topk_indices": given["topk_indices"].clone().fill_(-1)},
+    ):
+        out, lse = launch(**given | changed)
+        assert out.shape == (20, num_heads, 512)
+        assert (out == 0).all()
+        assert (lse == -math.inf).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("on_hopper", "shared")
+@each_way_of_hopper
+@pytest.mark.parametrize("fp8", [False, True], ids=["cache of q", "fp8"])
+@pytest.mark.parametrize("starts", STARTS, ids=str)
+def test_sparse_mla_on_hopper_of_malformed_starts(
+    starts: list[int], fp8: bool, num_heads: int
+) -> None:
+    """Each request gets what it would get alone, padding what padding gets."""
+    case: Case = ([2, 3, 2], [9, 3, 2], 0)
+    inputs, _ = make_inputs(
+        case, num_heads=num_heads, head_dim=576, latent_dim=512, block_size=64, topk=70,
+        dtype=torch.bfloat16, fp8=fp8,
+    )  # fmt: skip
+    # a token may get the keys of any request
+    keys = torch.randn(*inputs["kv_cache"].shape[:2], 576)
+    inputs["kv_cache"] = fp8_keys(keys) if fp8 else keys.bfloat16()
+    inputs["scale"] = 576**-0.5
+    check_starts("sparse_mla_decode", launch, starts, "cuda", inputs)

@@ -162,11 +162,12 @@ def test_sizes_of_models(mode: Mode, dtype: torch.dtype, state_dtype: torch.dtyp
 @pytest.mark.gpu
 @all_big_modes
 def test_a_captured_step_serves_every_batch(mode: Mode) -> None:
+    name = "conv_state" if mode.name.startswith("conv") else "state"
+
     def step(lens: list[int], slots: list[int], new: list[int], accepted: list[int]) -> Any:
         state = mode.nan_pool(48)
         state[16:32] = mode.pool(16)
         mask = torch.tensor([r not in new for r in range(6)])
-        name = "conv_state" if mode.name.startswith("conv") else "state"
         inputs = {
             name: state,
             **mode.inputs(24, torch.bfloat16),
@@ -185,6 +186,7 @@ def test_a_captured_step_serves_every_batch(mode: Mode) -> None:
             step([1, 2, 0, 0, 0, 0], [16, 0, -1, -1, -1, -1], [1], [1, 9, 1, 1, 1, 1]),
             step([1, 3, 4, 0, 2, 7], [28, 24, 0, 20, -1, 4], [2, 5], [4, 1, 0, 1, 1, 1]),
         ],
+        writes=name,
     )
 
 
