@@ -149,31 +149,45 @@ CASES += [
 
 CASES += [
     Case(
-        name,
+        f"indexer_topk{name}",
         "indexer_topk",
         lambda num_tokens=num_tokens, width=width, topk=topk, dtype=dtype: {
             "logits": meta(num_tokens, width, dtype=dtype),
             "row_lens": int32(num_tokens),
             "topk": topk,
         },
+        archs,
     )
-    for name, num_tokens, width, topk, *dtypes in [
-        ("indexer_topk", 64, 33, 7),
-        ("indexer_topk, one block", 64, 8192, 2048),
-        ("indexer_topk, the largest block of a row", 64, 16384, 2048),
-        # two programs share the registers of a multiprocessor, and four
-        ("indexer_topk, one block, many rows", 256, 4096, 2048),
-        ("indexer_topk, one block, more rows", 1024, 4096, 2048),
-        # 32 keys a thread where there are many rows
-        ("indexer_topk, a large block, many rows", 256, 8192, 2048),
-        ("indexer_topk, long rows", 64, 131072, 2048),
-        ("indexer_topk, long rows, many of them", 256, 32768, 2048),
-        ("indexer_topk, long rows, the largest block", 64, 65536, 4096),
-        ("indexer_topk, a topk beyond a block", 64, 131072, 12000),
-        ("indexer_topk of bf16, one block", 64, 8192, 2048, torch.bfloat16),
-        ("indexer_topk of bf16, long rows", 64, 131072, 2048, torch.bfloat16),
+    for archs, dtype, rows in [
+        (
+            tuple(MAX_SHARED),
+            torch.float32,
+            [(", one block", 64, 8192, 2048), (", long rows", 64, 131072, 2048)],
+        ),
+        # other sizes of the same kernels
+        (
+            (90,),
+            torch.float32,
+            [
+                ("", 64, 33, 7),
+                (", the largest block of a row", 64, 16384, 2048),
+                # two programs share the registers of a multiprocessor, and four
+                (", one block, many rows", 256, 4096, 2048),
+                (", one block, more rows", 1024, 4096, 2048),
+                # 32 keys a thread where there are many rows
+                (", a large block, many rows", 256, 8192, 2048),
+                (", long rows, many of them", 256, 32768, 2048),
+                (", long rows, the largest block", 64, 65536, 4096),
+                (", a topk beyond a block", 64, 131072, 12000),
+            ],
+        ),
+        (
+            (90,),
+            torch.bfloat16,
+            [(" of bf16, one block", 64, 8192, 2048), (" of bf16, long rows", 64, 131072, 2048)],
+        ),
     ]
-    for dtype in dtypes or [torch.float32]
+    for name, num_tokens, width, topk in rows
 ]
 
 
@@ -430,6 +444,7 @@ CASES += [
             f"indexer_logits in bf16, of {dtype}",
             "indexer_logits",
             lambda dtype=dtype: {**index_inputs(dtype), "logits_dtype": torch.bfloat16},
+            archs=(80, 90),
         )
         for dtype in (torch.float8_e4m3fn, torch.bfloat16)
     ],
@@ -440,7 +455,10 @@ CASES += [
         archs=(90,),
     ),
     Case(
-        "indexer_select", "indexer_select", lambda: {**index_inputs(torch.bfloat16), "topk": 2048}
+        "indexer_select",
+        "indexer_select",
+        lambda: {**index_inputs(torch.bfloat16), "topk": 2048},
+        archs=(90,),
     ),
 ]
 
