@@ -1,14 +1,12 @@
 """The kernels of compute capability 9.0 in one compiled graph that serves every batch."""
 
-from typing import Any
-
 import pytest
-import torch
 
 from mtpgraph import ops
 from mtpgraph.kernels import _indexer_logits_hopper, _shared_keys, _sparse_mla_decode_hopper
 
 from ..helpers import assert_compiled_equals_eager
+from .gpu import only_on_hopper
 from .test_indexer_logits import card_inputs
 from .test_sparse_mla_decode import model_inputs
 
@@ -20,16 +18,7 @@ QUERY_LENS = [[1, 3, 2, 8], [2, 2, 2], [1] * 40, [4, 0, 1, 7, 3]]
 
 @pytest.fixture
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its kernels have to be the ones that run."""
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("the kernels are for compute capability 9.0")
-    for module in (_indexer_logits_hopper, _sparse_mla_decode_hopper):
-
-        def supports(*inputs: Any, taken: Any = module.supports) -> bool:
-            assert taken(*inputs)
-            return True
-
-        monkeypatch.setattr(module, "supports", supports)
+    only_on_hopper(monkeypatch, _indexer_logits_hopper, _sparse_mla_decode_hopper)
 
 
 @each_backend

@@ -13,7 +13,7 @@ from mtpgraph.kernels.indexer_logits import launch
 
 from ..helpers import BATCHES, assert_same_bits, random_case
 from ..ops.test_indexer_logits import Case, make_inputs
-from .gpu import assert_replays
+from .gpu import assert_replays, only_on_hopper
 from .test_indexer_logits import (
     FP8_ERROR,
     assert_rounded,
@@ -174,16 +174,7 @@ def test_work_that_int32_cannot_count_is_counted_in_int64(num_tokens: int, num_r
 
 @pytest.fixture
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only where the kernel runs; and it has to be the one that runs."""
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("the kernel is for compute capability 9.0")
-    taken = hopper.supports
-
-    def supports(*args: Any) -> bool:
-        assert taken(*args)
-        return True
-
-    monkeypatch.setattr(hopper, "supports", supports)
+    only_on_hopper(monkeypatch, hopper)
 
 
 @pytest.fixture(params=["each warp", "all warps"])

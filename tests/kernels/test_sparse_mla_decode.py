@@ -36,7 +36,7 @@ from ..ops.test_sparse_mla_decode import (
     numbers,
     oracle,
 )
-from .gpu import assert_replays
+from .gpu import assert_replays, only_on_hopper
 
 LONG: Case = ([2, 1, 0, 1], [70, 3, 0, 41], 1)
 
@@ -877,16 +877,7 @@ each_way_of_hopper = pytest.mark.parametrize("num_heads", [16, 64], ids=["shared
 
 @pytest.fixture
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its kernels have to be the ones that run."""
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("the kernel is for compute capability 9.0")
-    taken = _sparse_mla_decode_hopper.supports
-
-    def supports(*inputs: Any) -> bool:
-        assert taken(*inputs)
-        return True
-
-    monkeypatch.setattr(_sparse_mla_decode_hopper, "supports", supports)
+    only_on_hopper(monkeypatch, _sparse_mla_decode_hopper)
 
 
 @pytest.mark.gpu
