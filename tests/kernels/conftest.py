@@ -1,6 +1,8 @@
 """Kernels run in Triton's interpreter where there is no card, and not at all without Triton."""
 
+import functools
 import importlib.util
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,37 @@ def loop_bounds() -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
 
     interpreter._patch_lang_tensor = patch_tensor_and_index
+
+
+@pytest.fixture(scope="session", autouse=True)
+def patches_of_a_launch() -> None:
+    """Let the interpreter replace the functions of the language once in each launch: Triton does so
+    at each call of a function, which takes longer than most functions do."""
+    if torch.cuda.is_available():
+        return
+    from triton.runtime import interpreter
+
+    launch, patch = interpreter.GridExecutor.__call__, interpreter._patch_lang
+    patched: set[frozenset[str]] = set()
+
+    def launch_anew(self: Any, *args: Any, **kwargs: Any) -> None:
+        patched.clear()
+        launch(self, *args, **kwargs)
+
+    @functools.cache
+    def languages(fn: Any) -> frozenset[str]:
+        values = [value for value in fn.__globals__.values() if inspect.ismodule(value)]
+        return frozenset(value.__name__ for value in values)
+
+    def patch_once(fn: Any) -> Any:
+        found = languages(fn) & {"triton.language", "triton.language.core"}
+        if found in patched:
+            return interpreter._LangPatchScope()
+        patched.add(found)
+        return patch(fn)
+
+    interpreter.GridExecutor.__call__ = launch_anew
+    interpreter._patch_lang = patch_once
 
 
 @pytest.fixture

@@ -17,6 +17,13 @@ from ..malformed_lens import NUM_TOKENS, STARTS
 POSITION_BITS = _shared_keys.POSITION_BITS.value
 
 
+@pytest.fixture(autouse=True)
+def few_at_once(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """The interpreter scans starts one by one."""
+    if device == "cpu":
+        monkeypatch.setattr(_shared_keys, "_BLOCK_REQUESTS", 32)
+
+
 def make(
     lens: list[int], topk: int, max_keys: int, *, before: int = 0, after: int = 0, device: str
 ) -> tuple[Tensor, Tensor]:
