@@ -11,7 +11,7 @@ from mtpgraph.kernels import _indexer_logits_hopper as hopper
 from mtpgraph.kernels import indexer_logits
 from mtpgraph.kernels.indexer_logits import launch
 
-from ..helpers import BATCHES, assert_same_bits, random_case
+from ..helpers import BATCHES, assert_same_bits
 from ..ops.test_indexer_logits import Case, make_inputs
 from .gpu import assert_replays, only_on_hopper
 from .test_indexer_logits import (
@@ -204,13 +204,6 @@ def test_hopper_logits_of_every_batch(case: Case, num_heads: int) -> None:
     inputs = small(case, num_heads)
     assert_scores(inputs, FP8_ERROR)
     assert_rounded(inputs)
-
-
-@pytest.mark.gpu
-@pytest.mark.usefixtures("on_hopper", "finders_of_runs")
-def test_hopper_logits_of_random_batches() -> None:
-    for _ in range(20):
-        assert_scores(small(random_case(12, 150)), FP8_ERROR)
 
 
 @pytest.mark.gpu

@@ -12,7 +12,7 @@ from mtpgraph import ops
 from mtpgraph.kernels import flatten_decode, indexer_logits, indexer_topk
 from mtpgraph.kernels.indexer_select import launch
 
-from ..helpers import assert_same_bits, each_batch, huge_rows, nan_pool, random_case
+from ..helpers import assert_same_bits, each_batch, huge_rows, nan_pool
 from ..malformed_lens import MIN, check_negative_seq_lens, check_starts, each_starts
 from ..ops.test_indexer_logits import DTYPES, Case
 from ..ops.test_indexer_select import make_inputs
@@ -73,12 +73,6 @@ def test_select_equals_the_reference(device: str) -> None:
         **{k: v.cpu() if isinstance(v, Tensor) else v for k, v in inputs.items()}
     )
     assert_same_bits(launch(**inputs), expected)
-
-
-def test_select_of_random_batches(full: bool, device: str) -> None:
-    for _ in range(100 if full else 3):
-        topk = int(torch.randint(1, 20, ()))
-        assert_equals_two_launches(make_inputs(random_case(6, 40), topk=topk, device=device))
 
 
 @pytest.mark.parametrize("max_seq_len", [1, 8, 9, 52])

@@ -20,7 +20,6 @@ from ..helpers import (
     each_batch,
     huge_rows,
     nan_pool,
-    random_case,
     strided_pool,
 )
 from ..malformed_lens import STARTS, check_starts
@@ -560,12 +559,6 @@ def test_sparse_mla_on_the_card_is_as_close_as_the_reference_and_rounding(
     error = (out.double() - exact).abs().max()
     rounding = (exact.to(dtype).double() - exact).abs().max()
     assert error <= 2 * rounding + TOLERANCES[torch.float32][1]
-
-
-@pytest.mark.gpu
-def test_sparse_mla_on_the_card_equals_random_batches() -> None:
-    for _ in range(20):
-        assert_equals_float64(make_inputs(random_case(), device="cuda")[0])
 
 
 @pytest.mark.gpu
