@@ -212,11 +212,11 @@ BATCHES: dict[str, tuple[list[int], list[int], int]] = {
 each_batch = pytest.mark.parametrize("case", BATCHES.values(), ids=BATCHES.keys())
 
 
-def random_case(max_reqs: int = 5, max_seq_len: int = 20) -> tuple[list[int], list[int], int]:
+def random_case(max_reqs: int = 5) -> tuple[list[int], list[int], int]:
     """A drawn ``case``, padding requests of both kinds included."""
     query_lens, seq_lens = [], []
     for _ in range(random.randint(0, max_reqs)):
-        seq_len = random.choice([0, random.randint(1, max_seq_len)])
+        seq_len = random.choice([0, random.randint(1, 20)])
         query_lens.append(random.choice([0, 1, random.randint(1, 8)]))
         seq_lens.append(seq_len)
     return query_lens, seq_lens, random.choice([0, 0, random.randint(1, 4)])

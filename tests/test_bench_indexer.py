@@ -290,6 +290,21 @@ def test_arms_find_a_wrong_result(
     assert problem in small_arms(monkeypatch, Peers())[what][arm].check()
 
 
+def test_one_wrong_row_among_many_is_found() -> None:
+    lens = torch.full((100,), 500, dtype=torch.int32)
+    expected = torch.randn(100, 500)
+    assert bench_scores.wrong_logits(expected, expected, lens) == ""
+    logits = expected.clone()
+    logits[70] *= 1 + 2 * bench_scores.LOGITS_TOLERANCE
+    assert "logits off by 2" in bench_scores.wrong_logits(logits, expected, lens)
+
+    sums = torch.randn(100, 4, 64)
+    assert bench_attention.wrong_attention(sums, sums) == ""
+    out = sums.clone()
+    out[70] *= 1 + 2 * bench_attention.TOLERANCE
+    assert "outputs off by 2" in bench_attention.wrong_attention(out, sums)
+
+
 def test_logits_that_are_cut_off_are_wrong() -> None:
     expected = torch.randn(4, 5000)
     lens = torch.full((4,), 5000, dtype=torch.int32)

@@ -170,13 +170,20 @@ CASES += [
             torch.float32,
             [
                 ("", 64, 33, 7),
-                (", the largest block of a row", 64, 16384, 2048),
                 # two programs share the registers of a multiprocessor, and four
                 (", one block, many rows", 256, 4096, 2048),
                 (", one block, more rows", 1024, 4096, 2048),
                 # 32 keys a thread where there are many rows
                 (", a large block, many rows", 256, 8192, 2048),
                 (", long rows, many of them", 256, 32768, 2048),
+            ],
+        ),
+        # what takes most shared memory
+        (
+            (80, 90, 120),
+            torch.float32,
+            [
+                (", the largest block of a row", 64, 16384, 2048),
                 (", long rows, the largest block", 64, 65536, 4096),
                 (", a topk beyond a block", 64, 131072, 12000),
             ],

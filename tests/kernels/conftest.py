@@ -52,8 +52,10 @@ def patches_of_a_launch() -> None:
     patched: set[frozenset[str]] = set()
 
     def launch_anew(self: Any, *args: Any, **kwargs: Any) -> None:
-        patched.clear()
-        launch(self, *args, **kwargs)
+        try:
+            launch(self, *args, **kwargs)
+        finally:
+            patched.clear()
 
     @functools.cache
     def languages(fn: Any) -> frozenset[str]:

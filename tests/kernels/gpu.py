@@ -1,5 +1,5 @@
-"""What the ``gpu`` tests of kernels share: a captured call serves every batch of its size; and that
-it is the kernel for the card that runs."""
+"""What the ``gpu`` tests of kernels share: a captured call serves every batch of its size; and a
+kernel for one card takes what its tests give to it."""
 
 from collections.abc import Callable, Sequence
 from types import ModuleType

@@ -899,9 +899,9 @@ def test_sparse_mla_on_hopper_past_2_31_elements(
 @pytest.mark.usefixtures("on_hopper", "shared")
 @each_way_of_hopper
 def test_sparse_mla_on_hopper_past_2_31_elements_of_rows(num_heads: int) -> None:
-    inputs = model_inputs(0, 2, num_heads, max_query_len=2)
+    inputs = model_inputs(0, 3, num_heads, max_query_len=2)
     expected = launch(**inputs)
-    assert inputs["query_start_loc"].tolist() == [0, 0, 2]
+    assert inputs["query_start_loc"].tolist() == [0, 0, 2, 4]
     for name in ("q", "topk_indices", "block_table"):
         far = {**inputs, name: huge_rows(inputs[name], 2**30 + 64)}
         for actual, other in zip(launch(**far), expected, strict=True):
