@@ -18,7 +18,7 @@ from ..ops.test_indexer_logits import DTYPES, Case
 from ..ops.test_indexer_select import make_inputs
 from .gpu import assert_replays
 from .test_indexer_logits import card_inputs
-from .test_indexer_topk import VALUES, each_values
+from .test_indexer_topk import SCANNED_TOPK, VALUES, each_values
 
 largest_positions = importlib.import_module("mtpgraph.ops.indexer_topk").largest_positions
 
@@ -175,8 +175,8 @@ def test_select_on_the_card_equals_two_launches(
 @pytest.mark.gpu
 @each_values
 def test_select_on_the_card_of_each_kind_of_values(values: Callable[[int], Tensor]) -> None:
-    """Short rows, rows that are filtered first, and rows of a topk that has to count."""
-    for width, topk in ((4000, 512), (8192, 2048), (40_000, 2048), (40_000, 9000)):
+    """Short rows, rows that are filtered first, and rows that are scanned."""
+    for width, topk in ((4000, 512), (8192, 2048), (40_000, 2048), (40_000, SCANNED_TOPK)):
         assert_selects_the_largest(torch.stack([values(width), values(width)]), topk, "cuda")
 
 
