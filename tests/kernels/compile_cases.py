@@ -149,7 +149,7 @@ CASES += [
 
 CASES += [
     Case(
-        f"indexer_topk{name}",
+        name,
         "indexer_topk",
         lambda num_tokens=num_tokens, width=width, topk=topk, dtype=dtype: {
             "logits": meta(num_tokens, width, dtype=dtype),
@@ -158,40 +158,24 @@ CASES += [
         },
         archs,
     )
-    for archs, dtype, rows in [
-        (tuple(MAX_SHARED), torch.float32, [(", one block", 64, 8192, 2048)]),
-        ((80, 90), torch.float32, [(", long rows", 64, 131072, 2048)]),
-        # other sizes of the same kernels
-        (
-            (90,),
-            torch.float32,
-            [
-                ("", 64, 33, 7),
-                # two programs share the registers of a multiprocessor, and four
-                (", one block, many rows", 256, 4096, 2048),
-                (", one block, more rows", 1024, 4096, 2048),
-                # 32 keys a thread where there are many rows
-                (", a large block, many rows", 256, 8192, 2048),
-                (", long rows, many of them", 256, 32768, 2048),
-            ],
-        ),
-        # what takes most shared memory
-        (
-            (90, 120),
-            torch.float32,
-            [
-                (", the largest block of a row", 64, 16384, 2048),
-                (", long rows, the largest block", 64, 65536, 4096),
-                (", a topk beyond a block", 64, 131072, 12000),
-            ],
-        ),
-        (
-            (90,),
-            torch.bfloat16,
-            [(" of bf16, one block", 64, 8192, 2048), (" of bf16, long rows", 64, 131072, 2048)],
-        ),
+    for name, archs, num_tokens, width, topk, *dtypes in [
+        ("indexer_topk", (90,), 64, 33, 7),
+        ("indexer_topk, one block", tuple(MAX_SHARED), 64, 8192, 2048),
+        # these and a topk beyond a block take most shared memory
+        ("indexer_topk, the largest block of a row", (90, 120), 64, 16384, 2048),
+        ("indexer_topk, long rows, the largest block", (90, 120), 64, 65536, 4096),
+        # two programs share the registers of a multiprocessor, and four
+        ("indexer_topk, one block, many rows", (90,), 256, 4096, 2048),
+        ("indexer_topk, one block, more rows", (90,), 1024, 4096, 2048),
+        # 32 keys a thread where there are many rows
+        ("indexer_topk, a large block, many rows", (90,), 256, 8192, 2048),
+        ("indexer_topk, long rows", (80, 90), 64, 131072, 2048),
+        ("indexer_topk, long rows, many of them", (90,), 256, 32768, 2048),
+        ("indexer_topk, a topk beyond a block", (90, 120), 64, 131072, 12000),
+        ("indexer_topk of bf16, one block", (90,), 64, 8192, 2048, torch.bfloat16),
+        ("indexer_topk of bf16, long rows", (90,), 64, 131072, 2048, torch.bfloat16),
     ]
-    for name, num_tokens, width, topk in rows
+    for dtype in dtypes or [torch.float32]
 ]
 
 

@@ -1,11 +1,8 @@
-"""What the ``gpu`` tests of kernels share: a captured call serves every batch of its size; and a
-kernel for one card takes what its tests give to it."""
+"""What the ``gpu`` tests of kernels share: a captured call serves every batch of its size."""
 
 from collections.abc import Callable, Sequence
-from types import ModuleType
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -50,19 +47,6 @@ def assert_replays(
             if isinstance(value, Tensor):
                 same = torch.equal(storage_bytes(static[name]), storage_bytes(value))
                 assert same, f"{name} after the replay is not {name} after a fresh call"
-
-
-def only_on_hopper(monkeypatch: pytest.MonkeyPatch, *kernels: ModuleType) -> None:
-    """Skip the test on other cards; ``kernels`` for compute capability 9.0 take all it gives."""
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("the kernel is for compute capability 9.0")
-    for kernel in kernels:
-
-        def supports(*inputs: Any, taken: Callable[..., bool] = kernel.supports) -> bool:
-            assert taken(*inputs)
-            return True
-
-        monkeypatch.setattr(kernel, "supports", supports)
 
 
 def _tensors(value: Any) -> list[Tensor]:

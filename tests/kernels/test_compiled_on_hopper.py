@@ -3,10 +3,9 @@
 import pytest
 
 from mtpgraph import ops
-from mtpgraph.kernels import _indexer_logits_hopper, _shared_keys, _sparse_mla_decode_hopper
+from mtpgraph.kernels import _shared_keys
 
 from ..helpers import assert_compiled_equals_eager
-from .gpu import only_on_hopper
 from .test_indexer_logits import card_inputs
 from .test_sparse_mla_decode import model_inputs
 
@@ -14,11 +13,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("on_hopper")]
 
 each_backend = pytest.mark.parametrize("backend", ["inductor", "mtpgraph"])
 QUERY_LENS = [[1, 3, 2, 8], [2, 2, 2], [1] * 40, [4, 0, 1, 7, 3]]
-
-
-@pytest.fixture
-def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    only_on_hopper(monkeypatch, _indexer_logits_hopper, _sparse_mla_decode_hopper)
 
 
 @each_backend

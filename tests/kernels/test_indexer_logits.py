@@ -5,7 +5,6 @@ small beside them is large beside their sum.
 """
 
 import functools
-import importlib
 import math
 from typing import Any
 
@@ -16,15 +15,14 @@ from torch import Tensor
 from mtpgraph import ops
 from mtpgraph.kernels import indexer_logits
 from mtpgraph.kernels.indexer_logits import launch
+from mtpgraph.ops._index_cache import code_bytes
+from mtpgraph.ops.indexer_logits import score_keys as reference
 
 from ..helpers import BATCHES, assert_same_bits, each_batch, huge_rows, strided_pool
 from ..index_oracles import NAN_CODE, e4m3_value
 from ..malformed_lens import MIN, check_negative_seq_lens, check_starts, each_starts
 from ..ops.test_indexer_logits import BLOCK_SIZE, DTYPES, HEAD_DIM, RAGGED, Case, make_inputs
 from .gpu import assert_replays
-
-reference = importlib.import_module("mtpgraph.ops.indexer_logits").score_keys
-code_bytes = importlib.import_module("mtpgraph.ops._index_cache").code_bytes
 
 FP32_ERROR = 1e-5
 # Products in fp8 tensor cores of compute capability 9.0 are cut 13 bits behind the largest of 32.

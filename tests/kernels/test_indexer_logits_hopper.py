@@ -13,7 +13,7 @@ from mtpgraph.kernels.indexer_logits import launch
 
 from ..helpers import BATCHES, assert_same_bits
 from ..ops.test_indexer_logits import Case, make_inputs
-from .gpu import assert_replays, only_on_hopper
+from .gpu import assert_replays
 from .test_indexer_logits import (
     FP8_ERROR,
     assert_rounded,
@@ -170,11 +170,6 @@ def test_work_that_int32_cannot_count_is_counted_in_int64(num_tokens: int, num_r
     assert not counts_in_int64(num_tokens, num_reqs, max_seq_len // 3)
     assert counts_in_int64(num_tokens, num_reqs, max_seq_len + 1)
     assert counts_in_int64(num_tokens, num_reqs, 2 * max_seq_len)
-
-
-@pytest.fixture
-def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    only_on_hopper(monkeypatch, hopper)
 
 
 @pytest.fixture(params=["each warp", "all warps"])

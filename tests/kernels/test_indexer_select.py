@@ -1,6 +1,5 @@
 """indexer_select is the kernels of its two parts, bit for bit."""
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import Tensor
 from mtpgraph import ops
 from mtpgraph.kernels import flatten_decode, indexer_logits, indexer_topk
 from mtpgraph.kernels.indexer_select import launch
+from mtpgraph.ops.indexer_topk import largest_positions
 
 from ..helpers import assert_same_bits, each_batch, huge_rows, nan_pool
 from ..malformed_lens import MIN, check_negative_seq_lens, check_starts, each_starts
@@ -19,8 +19,6 @@ from ..ops.test_indexer_select import make_inputs
 from .gpu import assert_replays
 from .test_indexer_logits import card_inputs
 from .test_indexer_topk import SCANNED_TOPK, VALUES, each_values
-
-largest_positions = importlib.import_module("mtpgraph.ops.indexer_topk").largest_positions
 
 # As in the tests of indexer_topk: infinities in the interpreter.
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
@@ -92,7 +90,7 @@ def test_select_of_ties_and_nan(device: str) -> None:
     assert launch(**inputs)[0].tolist() == [0, 1, 2, 3, 4, 5]
 
 
-def inputs_of_values(values: Tensor, topk: int, head_dim: int = 128) -> dict[str, Any]:
+def inputs_of_values(values: Tensor, topk: int, head_dim: int) -> dict[str, Any]:
     """A token a request, whose logits are a row of ``values``: the scale of a key is the size of
     its value, and of two heads one is for positive and one for negative keys."""
     num_reqs, width = values.shape
@@ -124,8 +122,8 @@ def inputs_of_values(values: Tensor, topk: int, head_dim: int = 128) -> dict[str
     }
 
 
-def assert_selects_the_largest(values: Tensor, topk: int, device: str, **dims: int) -> None:
-    inputs = inputs_of_values(values, topk, **dims)
+def assert_selects_the_largest(values: Tensor, topk: int, device: str, head_dim: int = 128) -> None:
+    inputs = inputs_of_values(values, topk, head_dim)
     given = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
     scores = {name: value for name, value in given.items() if name != "topk"}
     logits = indexer_logits.launch(**scores)

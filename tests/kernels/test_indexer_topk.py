@@ -1,7 +1,6 @@
 """The kernels of indexer_topk against Python's sort, exactly: short rows, long ones, and scans."""
 
 import functools
-import importlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -13,13 +12,12 @@ from torch import Tensor
 from mtpgraph import ops
 from mtpgraph.kernels import _topk_plan, indexer_topk
 from mtpgraph.kernels.indexer_topk import launch
+from mtpgraph.ops.indexer_topk import largest_positions as reference
 
 from ..helpers import assert_same_bits, huge_rows
 from ..index_oracles import topk_oracle
 from ..ops.test_indexer_topk import make_inputs
 from .gpu import assert_replays
-
-reference = importlib.import_module("mtpgraph.ops.indexer_topk").largest_positions
 
 # Guesses at a bound are made from sums over all values, infinite ones too: NumPy warns, a card not.
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")

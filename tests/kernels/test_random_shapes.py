@@ -5,7 +5,6 @@ short lists, and the kernels of compute capability 9.0 have tests of their own, 
 they take. A failure prints what was drawn, the seed of all numbers included.
 """
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -19,21 +18,22 @@ from torch import Tensor
 from mtpgraph.kernels import (
     _indexer_logits_hopper,
     _shared_keys,
-    _sparse_mla_decode_hopper,
     _topk_plan,
     indexer_logits,
     indexer_topk,
     sparse_mla_decode,
     topk_to_slots,
 )
+from mtpgraph.ops._index_cache import code_bytes, scale_bytes
+from mtpgraph.ops.indexer_topk import largest_positions
 
 from ..helpers import assert_same_bits, make_batch, nan_pool
+from ..malformed_lens import MAX, MIN
 from ..ops.test_indexer_logits import DTYPES, Case
 from ..ops.test_indexer_logits import make_inputs as make_index_inputs
 from ..ops.test_sparse_mla_decode import DTYPES as ATTENTION_DTYPES
 from ..ops.test_sparse_mla_decode import fp8_keys
 from ..ops.test_sparse_mla_decode import make_inputs as make_attention_inputs
-from .gpu import only_on_hopper
 from .test_indexer_logits import (
     FP8_ERROR,
     FP32_ERROR,
@@ -43,7 +43,7 @@ from .test_indexer_logits import (
     error_on_the_card,
 )
 from .test_indexer_select import assert_equals_two_launches
-from .test_indexer_topk import VALUES, assert_equals_sort
+from .test_indexer_topk import VALUES, assert_equals_sort, int32
 from .test_indexer_topk import small_blocks as small_blocks
 from .test_sparse_mla_decode import (
     assert_equals_float64,
@@ -52,13 +52,10 @@ from .test_sparse_mla_decode import (
 )
 from .test_topk_to_slots import assert_equals_loops
 
-largest_positions = importlib.import_module("mtpgraph.ops.indexer_topk").largest_positions
-
 # As in the tests of indexer_topk: infinities in the interpreter.
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
 
 ON_THE_CARD = torch.cuda.is_available()
-MIN, MAX = -(2**31), 2**31 - 1
 Sizes = dict[str, Any]
 CheckDraws = Callable[..., None]
 
@@ -255,10 +252,6 @@ def rows_of(
     return rows.to(dtype)
 
 
-def int32(values: list[int], device: str) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=device)
-
-
 # The widths and topk of each way to select, with ``small_blocks``.
 WAYS = {
     "in one block": st.tuples(st.integers(0, 128), st.integers(1, 64)),
@@ -378,11 +371,6 @@ def test_attention_of_random_shapes(fp8: bool, check_draws: CheckDraws, device: 
     )
 
 
-@pytest.fixture
-def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    only_on_hopper(monkeypatch, _indexer_logits_hopper, _sparse_mla_decode_hopper)
-
-
 def hopper_index_inputs(case: Case, num_heads: int, seed: int) -> dict[str, Any]:
     """Those of ``card_inputs`` with the lengths of ``case``: keys that no request has are NaN, and
     entries of blocks that no key needs are garbage."""
@@ -394,8 +382,8 @@ def hopper_index_inputs(case: Case, num_heads: int, seed: int) -> dict[str, Any]
     positions = torch.arange(1024, device="cuda")
     request, position = (positions >= lens.unsqueeze(1)).nonzero(as_tuple=True)
     unknown = (table[request, position // 64].long(), position % 64)
-    k_cache[:, :8192].unflatten(1, (64, 128))[unknown] = 0xFF
-    k_cache[:, 8192:].unflatten(1, (64, 4))[unknown] = 0xFF
+    code_bytes(k_cache, 128)[unknown] = 0xFF
+    scale_bytes(k_cache, 128)[unknown] = 0xFF
     garbage = int32([-1, MAX, MIN, len(k_cache)] * 4, "cuda")
     table = torch.where(positions[::64] < lens.unsqueeze(1), table, garbage)
     # The last request stood for the trailing tokens.

@@ -35,7 +35,7 @@ from ..ops.test_sparse_mla_decode import (
     numbers,
     oracle,
 )
-from .gpu import assert_replays, only_on_hopper
+from .gpu import assert_replays
 
 LONG: Case = ([2, 1, 0, 1], [70, 3, 0, 41], 1)
 
@@ -866,11 +866,6 @@ def test_sparse_mla_replays_of_the_portable_kernel(
 
 each_way_of_hopper = pytest.mark.parametrize("num_heads", [16, 64], ids=["shared", "one by one"])
 """With the fixture ``shared``: 64 heads are too many for that."""
-
-
-@pytest.fixture
-def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    only_on_hopper(monkeypatch, _sparse_mla_decode_hopper)
 
 
 @pytest.mark.gpu
