@@ -1,6 +1,7 @@
 """What every test starts from: a seed of its own, poisoned allocations, and markers."""
 
 import functools
+import gc
 import hashlib
 import os
 import random
@@ -17,6 +18,10 @@ if not torch.cuda.is_available():
 
 from torch._subclasses.fake_tensor import FakeTensor
 
+# Tracing makes many objects that live long: by default a tenth of its time goes to the search for
+# cycles among them.
+gc.set_threshold(50_000, 20, 50)
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="widen the sweeps of random batches")
@@ -30,10 +35,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA card"))
 
 
-@pytest.fixture
-def full(request: pytest.FixtureRequest) -> bool:
+@pytest.fixture(scope="session")
+def full(pytestconfig: pytest.Config) -> bool:
     """True under ``--full``: a sweep may then take its time."""
-    return request.config.getoption("--full")
+    return pytestconfig.getoption("--full")
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

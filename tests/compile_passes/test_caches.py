@@ -21,7 +21,8 @@ from mtpgraph import ops
 
 def step(x, query_start_loc, seq_lens):
     row_lens, _ = ops.flatten_decode(query_start_loc, seq_lens, x.shape[0])
-    return (x.sin() * row_lens[:, None]).sum(1)
+    # no element-wise kernel: a C++ compiler has nothing to do
+    return x @ x.t(), row_lens
 
 starts = torch.arange(4, dtype=torch.int32)
 for options in json.loads(sys.argv[1]):
@@ -36,7 +37,7 @@ for options in json.loads(sys.argv[1]):
         "graph misses": counters["inductor"]["fxgraph_cache_miss"],
         "aot hits": counters["aot_autograd"]["autograd_cache_hit"],
         "aot misses": counters["aot_autograd"]["autograd_cache_miss"],
-        "result": result.tolist(),
+        "result": [value.tolist() for value in result],
         "source": mtpgraph.__file__,
     }))
 """

@@ -157,7 +157,7 @@ def test_tensorrt_example_step_has_an_engine_around_every_layer(
     if plugins:
         request.getfixturevalue("library")
     torch.set_num_threads(1)
-    model = Model(Config()).requires_grad_(False).eval()
+    model = Model(EXAMPLE).requires_grad_(False).eval()
     decoder = Decoder(model, max_reqs=6, max_seq_len=64)
     in_torch = compile_step(model, engine="eager")
     step = compile_step(model, engine="tensorrt", strict=True)
@@ -193,13 +193,14 @@ def test_tensorrt_example_step_has_an_engine_around_every_layer(
     assert all(not name.startswith("kv_cache") for calls in builder.calls for name in calls)
 
 
-# of two layers of attention and three drafts
+# a layer of each kind, and two drafts: with more, the compiler sees the same again
+EXAMPLE = Config(layers=("mamba", "attention", "delta"), num_drafts=2)
 EXAMPLE_OPS = {
     "flatten_decode": 1,
     "has_initial_state": 1,
-    "indexer_select": 3,
-    "topk_to_slots": 2,
-    "sparse_mla_decode": 5,
+    "indexer_select": 2,
+    "topk_to_slots": 1,
+    "sparse_mla_decode": 3,
 }
 # a mask, and one that has no dense call or op beside it
 EXAMPLE_OPS_OUTSIDE = {"has_initial_state", "topk_to_slots"}
@@ -211,14 +212,11 @@ EXAMPLE_REGIONS = [
     [LINEAR],  # into the Mamba layer
     [LINEAR, *MLP, *ATTENTION_IN],
     [*ATTENTION_OUT, *MLP, LINEAR],  # into the delta layer
-    [LINEAR, *MLP, *ATTENTION_IN],
-    [*ATTENTION_OUT, *MLP, LINEAR],  # to the logits
+    [LINEAR, *MLP, LINEAR],  # to the logits
     [LINEAR, *ATTENTION_IN],  # the MTP module joins its two inputs
     ATTENTION_OUT,
     [*MLP, LINEAR],
-    # two more drafts, whose index keys are written and not asked for
-    [LINEAR, LINEAR, "einsum", LINEAR, LINEAR],
-    [*ATTENTION_OUT, *MLP, LINEAR],
+    # one more draft, whose index keys are written and not asked for
     [LINEAR, LINEAR, "einsum", LINEAR, LINEAR],
     [*ATTENTION_OUT, *MLP, LINEAR],
 ]

@@ -34,7 +34,9 @@ def tensors_of(caches: Any) -> list[Tensor]:
 )
 def test_example_step_replays_bit_for_bit(engine: str, device: str) -> None:
     """Requests of all kinds come and go, and at the end there is padding alone."""
-    model = Model(Config()).requires_grad_(False).eval().to(device)
+    # a layer of each kind
+    config = Config(layers=("mamba", "attention", "delta"), num_drafts=2)
+    model = Model(config).requires_grad_(False).eval().to(device)
     decoder = Decoder(model, max_reqs=6, max_seq_len=64)
     fresh = compile_step(model, engine=engine, cudagraph="off")
     replayed = compile_step(model, engine=engine, strict=True)
