@@ -24,7 +24,9 @@ gc.set_threshold(50_000, 20, 50)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--full", action="store_true", help="widen the sweeps of random batches")
+    parser.addoption(
+        "--full", action="store_true", help="widen the random sweeps, compile every case"
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
