@@ -22,7 +22,7 @@ ABSENT = tl.constexpr(-(2**31))
 MAX_GROUPS = 8
 
 # The axis of the lanes of a warp, and that of the groups of each.
-LANES = tl.constexpr(0 if triton.__version__ < "3.7" else 2)
+LANES = tl.constexpr(0 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7) else 2)
 GROUP = tl.constexpr(2 - LANES.value)
 # The axis of the lanes once those of the groups and of the four are summed over.
 LANES_OF_2 = tl.constexpr(LANES.value // 2)

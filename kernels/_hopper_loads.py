@@ -1,7 +1,7 @@
 """What the logits on compute capability 9.0 read and fill: the roles of single warps.
 
-``sources`` are descriptors, ``smem`` the buffers of what they are for, and ``bars`` say that one is
-full, or empty again. Others are as in ``_hopper_runs``.
+``sources`` are descriptors, of the keys with the rows of a block, ``smem`` the buffers of what they
+are for, and ``bars`` say that one is full, or empty again. Others are as in ``_hopper_runs``.
 """
 
 from triton.experimental import gluon
@@ -13,7 +13,7 @@ from ._hopper_runs import end_of_columns, has_work, next_request, request_rows
 from ._hopper_weighing import BLOCK, TILE
 
 DIM = gl.constexpr(128)
-BLOCK_ROWS = gl.constexpr(66)  # of 128 bytes: codes, then scales
+BLOCK_ROWS = gl.constexpr(66)  # of 128 bytes: codes, then scales; a page may have more
 STAGES = gl.constexpr(6)  # of a tile each, two for each group
 COLUMNS = gl.constexpr(1024)  # that are filled at a time
 
@@ -56,7 +56,7 @@ def load_queries(batch, run, sources, smem, bars, ROWS: gl.constexpr, SLOTS: gl.
 @gluon.jit
 def load_keys(batch, run, table, sources, smem, bars, ROWS: gl.constexpr):
     num_blocks = table[2]
-    codes_desc, scales_desc = sources
+    codes_desc, scales_desc, block_rows = sources
     codes_smem, scales_smem = smem
     keys_full, keys_empty = bars
 
@@ -88,7 +88,7 @@ def load_keys(batch, run, table, sources, smem, bars, ROWS: gl.constexpr):
                         for half in gl.static_range(2):
                             block = gl.max(gl.where(lanes == i * 2 + half, blocks, 0), axis=0)
                             tma_load(
-                                codes_desc, [block * BLOCK_ROWS, 0], keys_full.index(stage),
+                                codes_desc, [block * block_rows, 0], keys_full.index(stage),
                                 codes_smem.index(stage * 2 + half),
                             )  # fmt: skip
                             tma_load(

@@ -17,6 +17,9 @@ from ._hopper_weighing import BLOCK, TILE
 # and 2 tokens 79 with 4 or 6, 81 with 1.
 MEMORY_COST, L2_COST = gl.constexpr(4), gl.constexpr(1)
 
+# Logits of a selection that stay in the L2 until they are read, if they are at most so many.
+MAX_KEPT_BYTES = gl.constexpr(16 << 20)
+
 OF_A_WARP = gl.constexpr(64)  # requests that a warp looks at by itself, two a lane
 
 NUMBERS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))  # one by one
@@ -80,8 +83,8 @@ def number(smem, index):
 
 @gluon.jit
 def find_run(first_rows, batch, table, ends_smem, MANY: gl.constexpr):
-    """As ``_runs.find_run``: the run of the program, ``begin, end`` in work and what the keys of a
-    tile cost; the request that it begins in, and ``rows_of`` that request. Work is counted in the
+    """As ``_runs.find_run``: the run of the program, ``begin, end`` in work, what the keys of a
+    tile cost, and whether the L2 can hold the logits of the batch; the request that it begins in, and ``rows_of`` that request. Work is counted in the
     dtype of ``ends_smem``. ``first_rows`` are those of the first requests, two a lane; MANY: there
     are more.
     """
@@ -112,7 +115,8 @@ def find_run(first_rows, batch, table, ends_smem, MANY: gl.constexpr):
     share = total // gl.num_programs(0)
     rest = total - share * gl.num_programs(0)
     begin = share * gl.program_id(0) + gl.minimum(gl.program_id(0), rest)
-    part = (begin, begin + share + (gl.program_id(0) < rest).to(COUNT), cost)
+    kept = all_row_tiles <= MAX_KEPT_BYTES // (4 * TILE)
+    part = (begin, begin + share + (gl.program_id(0) < rest).to(COUNT), cost, kept)
 
     request, passed = find_request(begin, cost, ends, seen, batch, block, ends_smem, MANY)
     # What the partitions take over may be laid over numbers in shared memory that a slower warp has
@@ -161,7 +165,7 @@ def rows_of(request, passed, part, batch):
 
     A tile belongs to the run in which its work begins.
     """
-    begin, end, cost = part
+    begin, end, cost, _kept = part
     start, stop, seq_len, tiles = request_rows(request, batch)
     work = work_of(gl.maximum(stop - start, 0), 1, cost).to(passed.dtype)
     first = gl.maximum((begin - passed + work - 1) // work, 0).to(gl.int32)

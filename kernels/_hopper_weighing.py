@@ -105,15 +105,15 @@ def sum_quads(left, right):
 # fmt: off
 @gluon.jit
 def score_row(
-    left_codes, right_codes, q, weights, scale, positions, last_position, out_ptr, mask,
+    left_codes, right_codes, q, weights, scale, positions, last_position, out_ptr, masks,
     keys_empty, HEAD: gl.constexpr, KEEP: gl.constexpr,
 ):
     # fmt: on
     """Score and store a tile for one row; ``keys_empty``: where to say that it is in registers.
 
     That is not before products have begun, which need them all: a barrier does not wait for loads
-    that are under way, and the next keys do not queue behind them. KEEP: the L2 is to hold the
-    scores longer than the keys, which are read once.
+    that are under way, and the next keys do not queue behind them. KEEP: there are two
+    masks, and the L2 is to hold the scores of the first longer than the keys, which are read once.
     """
     left = multiply(left_codes, q)
     right = multiply(right_codes, q)
@@ -126,4 +126,6 @@ def score_row(
     scores = sum_quads(left_sum, right_sum) * scale
     scores = gl.where(positions <= last_position, scores, float("-inf"))
     POLICY: gl.constexpr = "evict_last" if KEEP else ""
-    gl.store(out_ptr + positions, scores, mask=mask, eviction_policy=POLICY)
+    gl.store(out_ptr + positions, scores, mask=masks[0], eviction_policy=POLICY)
+    if KEEP:
+        gl.store(out_ptr + positions, scores, mask=masks[1])

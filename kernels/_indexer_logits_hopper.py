@@ -55,8 +55,6 @@ MAX_REGISTERS, SCORE_REGISTERS, LOAD_REGISTERS = 128, 160, 32
 WARP_REQUESTS, BLOCK_REQUESTS = OF_A_WARP.value, 256
 # Up to here work is counted in int32: int64 takes longer.
 MAX_INT32 = 2**31 - 1
-# Logits of a selection that stay in the L2 until they are read, if they are at most so many.
-MAX_KEPT_BYTES = 16 << 20
 # As few requests have too few tiles for the next queries to be loaded ahead of.
 MIN_REQUESTS_AHEAD = 33
 
@@ -89,7 +87,8 @@ def score(batch, run, table, logits, smem, bars, ROWS: gl.constexpr, SLOTS: gl.c
     slot_phase = 0
     more = has_work(run)
     while more:
-        _, request, start, stop, seq_len, first, last, _ = run
+        part, request, start, stop, seq_len, first, last, _ = run
+        kept = part[3]
         if last > first:
             columns = end_of_columns(last, seq_len, batch)
             table_row = blocks_of(request, table)
@@ -116,11 +115,12 @@ def score(batch, run, table, logits, smem, bars, ROWS: gl.constexpr, SLOTS: gl.c
 
                     positions = tile * TILE + keys
                     mask = positions < max_seq_len
+                    masks = (mask & kept, mask & ~kept) if KEEP else (mask, None)
                     box = slot * ROWS
                     out_ptr = row_ptr  # of scalars: a pointer a thread would spill
                     score_row(
                         left_codes, right_codes, q_smem.index(box), weights_smem.index(box),
-                        scale, positions, last_position, out_ptr, mask,
+                        scale, positions, last_position, out_ptr, masks,
                         keys_empty.index(stage), HEAD, KEEP,
                     )  # fmt: skip
                     # Else the compiler puts one into the loop.
@@ -131,7 +131,7 @@ def score(batch, run, table, logits, smem, bars, ROWS: gl.constexpr, SLOTS: gl.c
                         score_row(
                             left_codes, right_codes, q_smem.index(box + n),
                             weights_smem.index(box + n), scale, positions, last_position,
-                            out_ptr, mask, None, HEAD, KEEP,
+                            out_ptr, masks, None, HEAD, KEEP,
                         )  # fmt: skip
                 mbarrier.arrive(q_empty.index(slot), count=1)
                 done += last - first
@@ -143,11 +143,11 @@ def score(batch, run, table, logits, smem, bars, ROWS: gl.constexpr, SLOTS: gl.c
 
 
 # fmt: off
-@gluon.jit(do_not_specialize=["num_tokens", "num_reqs", "num_blocks", "min_keys"])
+@gluon.jit(do_not_specialize=["num_tokens", "num_reqs", "num_blocks", "block_rows", "min_keys"])
 def indexer_logits_hopper_kernel(
     q_desc, weights_desc, codes_desc, scales_desc,
     block_table_ptr, query_start_loc_ptr, seq_lens_ptr, logits_ptr, row_lens_ptr,
-    num_tokens, num_reqs, num_blocks, max_seq_len, min_keys,
+    num_tokens, num_reqs, num_blocks, block_rows, max_seq_len, min_keys,
     table_stride, logits_stride,
     HEADS: gl.constexpr, ROWS: gl.constexpr, SLOTS: gl.constexpr,
     REQUESTS: gl.constexpr, MANY: gl.constexpr, WIDE: gl.constexpr, KEEP: gl.constexpr,
@@ -184,7 +184,7 @@ def indexer_logits_hopper_kernel(
     table = (block_table_ptr, table_stride, num_blocks)
     run = find_run(first_rows, batch, table, ends_smem, MANY)
     logits = (logits_ptr, logits_stride)
-    q_sources, k_sources = (q_desc, weights_desc), (codes_desc, scales_desc)
+    q_sources, k_sources = (q_desc, weights_desc), (codes_desc, scales_desc, block_rows)
     q_smem, k_smem = (q_smem, weights_smem), (codes_smem, scales_smem)
     q_bars, k_bars = (q_full, q_empty), (keys_full, keys_empty)
     smem, bars = q_smem + k_smem, q_bars + k_bars
@@ -227,10 +227,13 @@ def supports(
         and num_blocks > 0
         and q.stride() == (num_heads * head_dim, head_dim, 1)
         and weights.stride() == (num_heads, 1)
-        and k_cache.stride() == (block_bytes, 1)
+        and k_cache.stride(1) == 1
+        # rows of 128 bytes: a block may be a view into a page
+        and k_cache.stride(0) % DIM.value == 0
+        and k_cache.stride(0) >= block_bytes
         and (block_table.stride(1), query_start_loc.stride(0), seq_lens.stride(0)) == (1, 1, 1)
-        # rows of 128 bytes are found by int32 numbers
-        and num_blocks * BLOCK_ROWS.value < 2**31
+        # which are found by int32 numbers
+        and num_blocks * (k_cache.stride(0) // DIM.value) < 2**31
         and (num_tokens + MAX_ROWS) * num_heads < 2**31
         # and so are the columns of the tiles that the groups look ahead for
         and max_seq_len <= 2**31 - TILE.value * (GROUPS.value + 2)
@@ -264,13 +267,14 @@ def score_keys(
     indexer_logits_hopper_kernel[(num_sms(q.device),)](
         *_descriptors(q, weights, k_cache),
         block_table, query_start_loc, seq_lens, logits, row_lens,
-        num_tokens, num_reqs, k_cache.shape[0], max_seq_len, min_keys,
+        num_tokens, num_reqs, k_cache.shape[0], k_cache.stride(0) // DIM.value,
+        max_seq_len, min_keys,
         block_table.stride(0), logits.stride(0),
         HEADS=num_heads, ROWS=FEW_ROWS if few else MAX_ROWS,
         SLOTS=FEW_ROWS_SLOTS if few else MAX_ROWS_SLOTS,
         REQUESTS=WARP_REQUESTS if num_reqs <= WARP_REQUESTS else BLOCK_REQUESTS,
         MANY=num_reqs > BLOCK_REQUESTS, WIDE=most > MAX_INT32,
-        KEEP=row_lens is not None and logits.nbytes <= MAX_KEPT_BYTES,
+        KEEP=row_lens is not None,
         SCORE_REGISTERS=SCORE_REGISTERS, LOAD_REGISTERS=LOAD_REGISTERS,
         num_warps=4, maxnreg=MAX_REGISTERS,
     )  # fmt: skip
@@ -280,9 +284,10 @@ def _descriptors(q: Tensor, weights: Tensor, k_cache: Tensor) -> tuple[TensorDes
     """Of the queries, a row's heads at a time; the weights; the codes of a block; its scales."""
     num_tokens, num_heads, dim = q.shape
     num_blocks, block_bytes = k_cache.shape
+    stride = k_cache.stride(0)
     block, codes = BLOCK.value, gl.NVMMASharedLayout(128, 8, 2)
-    # All heads, and all blocks, as rows of one matrix; rows of scales are passed over.
-    heads, keys = num_tokens * num_heads, num_blocks * BLOCK_ROWS.value
+    # All heads, and all blocks, as rows of one matrix; rows of scales and of others are passed over.
+    heads, keys = num_tokens * num_heads, (num_blocks - 1) * (stride // dim) + block
     return (
         TensorDescriptor(q, [heads, dim], [dim, 1], [num_heads, dim], codes),
         TensorDescriptor(weights, [heads], [1], [num_heads], gl.NVMMASharedLayout(0, 32, 1)),
@@ -290,7 +295,7 @@ def _descriptors(q: Tensor, weights: Tensor, k_cache: Tensor) -> tuple[TensorDes
             k_cache.view(torch.float8_e4m3fn), [keys, dim], [dim, 1], [block, dim], codes
         ),
         TensorDescriptor(
-            k_cache.view(torch.float32), [num_blocks, block_bytes // 4], [block_bytes // 4, 1],
+            k_cache.view(torch.float32), [num_blocks, block_bytes // 4], [stride // 4, 1],
             [1, block], gl.NVMMASharedLayout(0, 32, 2),
         ),
     )  # fmt: skip

@@ -24,6 +24,25 @@ def draw(row_ptr, column_stride, length, GROUPS: tl.constexpr, WARPS: tl.constex
 
 
 @triton.jit
+def limits(
+    room, length, topk, SAMPLE: tl.constexpr,
+    TOO_FEW: tl.constexpr, TOO_MANY: tl.constexpr, MOST_SPAN: tl.constexpr,
+):  # fmt: skip
+    """``fewest, most`` of a sample of SAMPLE of ``length`` keys: as ``_topk_plan.limits``, of which
+    this is the share of the sample. Where there is much room, no more than is of use."""
+    apart = length.to(tl.float32) * (1.0 / SAMPLE)
+    share = SAMPLE / length.to(tl.float32)
+    few = 0.5 * TOO_FEW * tl.sqrt(apart)
+    few += tl.sqrt(0.25 * TOO_FEW * TOO_FEW * apart + topk.to(tl.float32))
+    many = tl.sqrt(0.25 * TOO_MANY * TOO_MANY * apart + tl.maximum(room, 0).to(tl.float32))
+    many -= 0.5 * TOO_MANY * tl.sqrt(apart)
+    fewest = few * few * share
+    most = tl.minimum(many * many * share, MOST_SPAN * fewest)
+    fewest = tl.maximum(fewest.to(tl.int32), 1)
+    return fewest, tl.maximum(most.to(tl.int32), fewest)
+
+
+@triton.jit
 def least_key(keys):
     return tl.min(tl.reshape(keys, [keys.numel]), axis=0)
 

@@ -34,22 +34,24 @@ SHORTEST_SAMPLE = 1024
 LONG_SAMPLE = 2048
 LONGEST_SAMPLE = 8192
 # How many deviations of the sample away are too few keys, for which a row is read again, and too
-# many, for which there is a larger block; and what there has to be between its limits.
+# many, for which there is a larger block; and the least and the most that its limits are apart.
 TOO_FEW = 4.0
 TOO_MANY = 2.0
 SPAN = 1.2
+MOST_SPAN = 1.7
 
 
 class Plan(NamedTuple):
-    """How rows are shared out, which follows from shapes alone; in keys, all powers of two."""
+    """How rows are shared out, which follows from shapes alone: programs and memory for rows as
+    wide as the logits. What of a row goes to which program follows from its length."""
 
+    # All of them powers of two; the first four in keys.
     block: int  # what a program selects from: a row, or what the filter leaves of it
     large_block: int  # what it can hold in a pinch
     chunk: int = 0  # 0: no filter
-    slice: int = 0
     sample: int = 0
-    fewest: int = 0  # that the filter means to leave of a row; these two are any numbers
-    most: int = 0
+    num_slices: int = 0  # of a row, at most
+    max_chunks: int = 0  # of a slice
 
 
 def plan(num_tokens: int, width: int, topk: int, sms: int) -> Plan | None:
@@ -58,9 +60,9 @@ def plan(num_tokens: int, width: int, topk: int, sms: int) -> Plan | None:
     if width <= SHORT_WIDTH:
         block = power_of_2(max(width, 128))
         return Plan(block, block)
-    keys = max(num_tokens * width / (PROGRAMS_PER_SM * sms), width / MAX_SLICES)
-    slice_ = CHUNK * power_of_2(math.ceil(keys / CHUNK))
-    num_slices = triton.cdiv(width, slice_)
+    chunks = power_of_2(triton.cdiv(width, CHUNK))
+    programs = max(1, PROGRAMS_PER_SM * sms // max(num_tokens, 1))
+    num_slices = min(1 << programs.bit_length() - 1, chunks, MAX_SLICES)
     block, sample = SHORTEST_BLOCK, SHORTEST_SAMPLE
     while True:
         fewest, most = limits(block - 16 * num_slices, width / sample, topk)
@@ -73,13 +75,14 @@ def plan(num_tokens: int, width: int, topk: int, sms: int) -> Plan | None:
         else:
             return None
     large_block = min(2 * block, LONGEST_BLOCK, MAX_GROUPS * 128 * warps_for(block))
-    return Plan(block, large_block, CHUNK, slice_, sample, fewest, most)
+    return Plan(block, large_block, CHUNK, sample, num_slices, chunks // num_slices)
 
 
 def limits(room: int, apart: float, topk: int) -> tuple[int, int]:
     """How few and how many keys a filter may mean to leave, where it knows a row by one key of
     ``apart``: more than topk and at most ``room`` are left then, but for so many deviations of the
-    sample."""
+    sample. Of a shorter row, which it knows better, they are further apart (``_sampling.limits``).
+    """
     root = math.sqrt(apart)
     fewest = (0.5 * TOO_FEW * root + math.sqrt(0.25 * TOO_FEW**2 * apart + topk)) ** 2
     most = (math.sqrt(0.25 * TOO_MANY**2 * apart + max(room, 0)) - 0.5 * TOO_MANY * root) ** 2

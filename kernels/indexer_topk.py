@@ -32,8 +32,9 @@ Layout:
     bounds             [num_tokens] int32                     the bound of each row, as a key
 
 Grid: (num_tokens * num_slices,) filters, (num_tokens,) selects; a program owns its slice of
-``left``, or its row of ``out``. A slice that begins past the end of its row, and a row that the
-second kernel can hold as it is, leave the first one at once.
+``left``, or its row of ``out``. The length of a row says what its slices are, so that rows far
+shorter than the logits are shared out as well. A slice that begins past the end of its row, and a
+row that the second kernel can hold as it is, leave the first one at once.
 """
 
 import torch
@@ -44,7 +45,7 @@ from torch import Tensor
 from . import _topk_plan
 from ._blocks import LEAST, finite_value_of, nan, rank, starts_of_4, value_of
 from ._common import can_overlap, num_sms
-from ._sampling import draw, find_bound
+from ._sampling import draw, find_bound, limits
 from ._selection import guess_of, moments_of
 from ._topk_plan import keys_per_thread, plan, reads_vectors, select_registers, warps_for
 from ._topk_rows import (
@@ -63,28 +64,37 @@ from ._topk_rows import (
 OVERLAP = True
 
 
-# fmt: off
 @triton.jit
+def slice_of(length, slices_bits, CHUNK: tl.constexpr):
+    """Keys of a slice of a row: whole chunks, as few as ``1 << slices_bits`` slices can do with."""
+    return (((length - 1) // CHUNK >> slices_bits) + 1) * CHUNK
+
+
+# fmt: off
+@triton.jit(do_not_specialize=["topk", "slices_bits"])
 def indexer_topk_filter_kernel(
     logits_ptr, row_lens_ptr, left_ptr, counts_ptr, bounds_ptr,
-    width, num_slices,
+    width, topk, slices_bits,
     row_stride, column_stride, row_lens_stride,
-    VECTORS: tl.constexpr, FEWEST: tl.constexpr, MOST: tl.constexpr,
-    BLOCK: tl.constexpr, SLICE: tl.constexpr, CAPACITY: tl.constexpr,
+    VECTORS: tl.constexpr, BLOCK: tl.constexpr, CAPACITY: tl.constexpr,
+    TOO_FEW: tl.constexpr, TOO_MANY: tl.constexpr, MOST_SPAN: tl.constexpr,
     GROUPS: tl.constexpr, SAMPLE_GROUPS: tl.constexpr, WARPS: tl.constexpr,
-    DONE: tl.constexpr, OVERLAP: tl.constexpr,
+    MANY_CHUNKS: tl.constexpr, DONE: tl.constexpr, OVERLAP: tl.constexpr,
 ):
     # fmt: on
+    CHUNK: tl.constexpr = 128 * GROUPS * WARPS
+    SAMPLE: tl.constexpr = 128 * SAMPLE_GROUPS * WARPS
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
-    row = (tl.program_id(0) // num_slices).to(tl.int64)
-    part = tl.program_id(0) % num_slices
+    row = (tl.program_id(0) >> slices_bits).to(tl.int64)
+    part = tl.program_id(0) & ((1 << slices_bits) - 1)
     length = tl.load(row_lens_ptr + row * row_lens_stride)
     length = tl.minimum(tl.maximum(length, 0), width)
     row_ptr = logits_ptr + row * row_stride
-    begin = part * SLICE
+    keys = slice_of(length, slices_bits, CHUNK)
+    begin = part * keys
     if (length > BLOCK) & (begin < length):
-        end = tl.minimum(begin + SLICE, length)
+        end = begin + tl.minimum(keys, length - begin)
         first_ptr = row_ptr + begin.to(tl.int64) * column_stride
         # Under way while the bound is found, as each chunk is while the one before it is ranked.
         place, logits = load_block(
@@ -92,22 +102,20 @@ def indexer_topk_filter_kernel(
         )
         sample = draw(row_ptr, column_stride, length, SAMPLE_GROUPS, WARPS)
         pivot = tl.load(row_ptr).to(tl.float32)
-        # How many of the sample lie from the bound on.
-        share = 128.0 * SAMPLE_GROUPS * WARPS / length.to(tl.float32)
-        fewest = tl.maximum((FEWEST * share).to(tl.int32), 1)
-        most = tl.maximum((MOST * share).to(tl.int32), fewest)
+        # A slice is stored up to a multiple of 32, 16 more on average.
+        room = BLOCK - (16 << slices_bits)
+        fewest, most = limits(room, length, topk, SAMPLE, TOO_FEW, TOO_MANY, MOST_SPAN)
         bound = find_bound(sample, pivot, fewest, most, WARPS)
         bound_value = value_of(bound)
 
-        slot = row * num_slices + part
+        slot = (row << slices_bits) + part
         left_ptr += slot * (2 * CAPACITY)
-        CHUNK: tl.constexpr = 128 * GROUPS * WARPS
         count = length * 0
         for first in range(begin, end, CHUNK):
             if first + CHUNK > end:
                 logits = present_or_nan(place, logits, end - first)
             next_logits = logits
-            if SLICE > CHUNK:
+            if MANY_CHUNKS:
                 first_ptr += tl.full([], CHUNK, tl.int64) * column_stride
                 _, next_logits = load_block(
                     first_ptr, column_stride, 0, end - first - CHUNK,
@@ -132,13 +140,13 @@ def indexer_topk_filter_kernel(
 
 
 # fmt: off
-@triton.jit(do_not_specialize=["topk"])
+@triton.jit(do_not_specialize=["topk", "slices_bits"])
 def indexer_topk_kernel(
     logits_ptr, row_lens_ptr, left_ptr, counts_ptr, bounds_ptr, out_ptr,
-    width, topk, num_slices,
+    width, topk, slices_bits,
     row_stride, column_stride, row_lens_stride,
     VECTORS: tl.constexpr, FILTERED: tl.constexpr,
-    SLICE: tl.constexpr, CAPACITY: tl.constexpr, SLICES: tl.constexpr,
+    CHUNK: tl.constexpr, CAPACITY: tl.constexpr, SLICES: tl.constexpr,
     GROUPS: tl.constexpr, LARGE_GROUPS: tl.constexpr, WARPS: tl.constexpr,
     LATE: tl.constexpr, DONE: tl.constexpr, OVERLAP: tl.constexpr,
 ):
@@ -175,13 +183,13 @@ def indexer_topk_kernel(
         )  # fmt: skip
     else:
         slices = tl.arange(0, SLICES)
-        live = slices < tl.cdiv(length, SLICE)
+        live = slices * slice_of(length, slices_bits, CHUNK) < length
         listed = length > BLOCK
         counts = tl.load(
-            counts_ptr + row * num_slices + slices, mask=tl.where(listed, live, False), other=0
+            counts_ptr + (row << slices_bits) + slices, mask=tl.where(listed, live, False), other=0
         )
         hint = tl.load(bounds_ptr + row, mask=listed, other=LEAST)
-        left_ptr += row * num_slices * (2 * CAPACITY)
+        left_ptr += (row << slices_bits) * (2 * CAPACITY)
         slot_runs = (counts + 31) // 32
         count = tl.sum(counts, axis=0)
         taken = tl.sum(slot_runs, axis=0) * 32
@@ -277,24 +285,27 @@ def largest_positions(
 
     left = counts = bounds = None
     num_slices = capacity = 1
+    slices_bits = 0
     overlap = False
     if shape.chunk:
         overlap = OVERLAP and can_overlap(out.device)
-        num_slices = triton.cdiv(width, shape.slice)
-        capacity = min(shape.slice, shape.large_block)
+        num_slices = shape.num_slices
+        slices_bits = num_slices.bit_length() - 1
+        capacity = min(shape.chunk * shape.max_chunks, shape.large_block)
         left = logits.new_empty(num_tokens, num_slices, 2, capacity, dtype=torch.float32)
         counts = row_lens.new_empty(num_tokens, num_slices)
         bounds = row_lens.new_empty(num_tokens)
         warps = warps_for(shape.chunk)
         indexer_topk_filter_kernel[(num_tokens * num_slices,)](
             logits, row_lens, left, counts, bounds,
-            width, num_slices,
+            width, topk, slices_bits,
             logits.stride(0), logits.stride(1), row_lens.stride(0),
-            VECTORS=vectors, FEWEST=shape.fewest, MOST=shape.most,
-            BLOCK=shape.block, SLICE=shape.slice, CAPACITY=capacity,
+            VECTORS=vectors, BLOCK=shape.block, CAPACITY=capacity,
+            TOO_FEW=_topk_plan.TOO_FEW, TOO_MANY=_topk_plan.TOO_MANY,
+            MOST_SPAN=_topk_plan.MOST_SPAN,
             GROUPS=shape.chunk // (128 * warps), SAMPLE_GROUPS=shape.sample // (128 * warps),
-            WARPS=warps, DONE=last_use, OVERLAP=overlap, num_warps=warps,
-            maxnreg=_topk_plan.FILTER_REGISTERS,
+            WARPS=warps, MANY_CHUNKS=shape.max_chunks > 1, DONE=last_use, OVERLAP=overlap,
+            num_warps=warps, maxnreg=_topk_plan.FILTER_REGISTERS,
         )  # fmt: skip
     filtered = shape.chunk > 0
     keys = keys_per_thread(num_tokens, shape.block, sms, filtered=filtered)
@@ -302,11 +313,11 @@ def largest_positions(
     registers = select_registers(num_tokens, warps, keys, sms, filtered=filtered)
     indexer_topk_kernel[(num_tokens,)](
         logits, row_lens, left, counts, bounds, out,
-        width, topk, num_slices,
+        width, topk, slices_bits,
         logits.stride(0), logits.stride(1), row_lens.stride(0),
         VECTORS=vectors, FILTERED=filtered,
-        SLICE=max(shape.slice, 1), CAPACITY=capacity,
-        SLICES=triton.next_power_of_2(num_slices),
+        CHUNK=shape.chunk, CAPACITY=capacity,
+        SLICES=num_slices,
         GROUPS=shape.block // (128 * warps), LARGE_GROUPS=shape.large_block // (128 * warps),
         WARPS=warps, LATE=registers < 2 * _topk_plan.MAX_REGISTERS, DONE=last_use, OVERLAP=overlap,
         num_warps=warps, launch_pdl=overlap, maxnreg=registers,

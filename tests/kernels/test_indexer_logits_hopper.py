@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from mtpgraph import ops
 from mtpgraph.kernels import _indexer_logits_hopper as hopper
@@ -97,10 +98,18 @@ def test_strided_inputs_are_not(num_tokens: int) -> None:
     assert not hopper.supports(**spread("weights", 72, 1))
     assert not hopper.supports(**spread("weights", 1, num_tokens + 1))
     assert not hopper.supports(**spread("k_cache", 8448 + 64, 1))
-    assert not hopper.supports(**spread("k_cache", 2 * 8448, 1))
+    assert not hopper.supports(**spread("k_cache", 8448 - 128, 1))
+    assert not hopper.supports(**spread("k_cache", 2 * 8448, 2))
     assert not hopper.supports(**spread("block_table", 1, 2))
     assert not hopper.supports(**spread("query_start_loc", 2))
     assert not hopper.supports(**spread("seq_lens", 2))
+
+
+@pytest.mark.usefixtures("hopper_card")
+@pytest.mark.parametrize("page", [8448 + 128, 2 * 8448, 1 << 20])
+def test_blocks_that_are_views_into_pages_are_taken(page: int) -> None:
+    pool = torch.empty(4, page, dtype=torch.uint8, device="meta")
+    assert hopper.supports(**shape() | {"k_cache": pool[:, 128 : 128 + 8448]})
 
 
 @pytest.mark.usefixtures("hopper_card")
@@ -110,6 +119,9 @@ def test_more_than_the_copy_engine_can_number_is_not() -> None:
     for num_blocks, taken in [(2**31 // 66, True), (2**31 // 66 + 1, False)]:
         pool = torch.empty(num_blocks, 8448, dtype=torch.uint8, device="meta")
         assert hopper.supports(**inputs | {"k_cache": pool}) == taken
+    for num_pages, taken in [(2**31 // 132, True), (2**31 // 132 + 1, False)]:
+        pages = torch.empty(num_pages, 2, 8448, dtype=torch.uint8, device="meta")
+        assert hopper.supports(**inputs | {"k_cache": pages[:, 1]}) == taken
     for num_tokens, taken in [(2**25 - 9, True), (2**25 - 8, False)]:
         assert hopper.supports(**shape(num_tokens=num_tokens)) == taken
 
@@ -318,10 +330,10 @@ def test_hopper_logits_of_nan_keys_and_scales() -> None:
 def test_strided_inputs_on_hopper() -> None:
     """They go to the portable kernel."""
     inputs = card_inputs(RAGGED, 1000)
-    pool = torch.full((inputs["k_cache"].shape[0], 3, 8448), 0xFF, dtype=torch.uint8, device="cuda")
-    pool[:, 1] = inputs["k_cache"]
+    pool = torch.full((inputs["k_cache"].shape[0], 8512), 0xFF, dtype=torch.uint8, device="cuda")
+    pool[:, 64:] = inputs["k_cache"]
     strided = {
-        "k_cache": pool[:, 1],
+        "k_cache": pool[:, 64:],
         "block_table": inputs["block_table"].t().contiguous().t(),
         "query_start_loc": inputs["query_start_loc"].repeat_interleave(2)[::2],
         "seq_lens": inputs["seq_lens"].repeat_interleave(2)[::2],
@@ -391,6 +403,36 @@ def test_hopper_select_equals_logits_and_topk(num_heads: int, topk: int) -> None
         row_lens = ops.flatten_decode(*lens, inputs["q"].shape[0])[0]
         expected = ops.indexer_topk(ops.indexer_logits(**inputs), row_lens, topk)
         assert torch.equal(ops.indexer_select(**inputs, topk=topk), expected)
+
+
+def pages_of(k_cache: Tensor, num_pages: int, page: int) -> Tensor:
+    """The same blocks in pages of ``page`` bytes, 128 in, among NaN."""
+    pages = torch.full((num_pages, page), 0xFF, dtype=torch.uint8, device="cuda")
+    pages[: len(k_cache), 128 : 128 + 8448] = k_cache
+    return pages[:, 128 : 128 + 8448]
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("page", [8448 + 128, 5 * 8448, 1 << 20])
+def test_hopper_logits_of_blocks_in_pages(page: int) -> None:
+    inputs = card_inputs(RAGGED, 1000)
+    paged = inputs | {"k_cache": pages_of(inputs["k_cache"], len(inputs["k_cache"]), page)}
+    assert_same_bits(launch(**paged), launch(**inputs))
+    selected = ops.indexer_select(**paged, topk=64)
+    assert_same_bits(selected, ops.indexer_select(**inputs, topk=64))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("on_hopper")
+def test_hopper_logits_of_pages_past_2_31_bytes() -> None:
+    inputs = card_inputs([2], 200)
+    page = 1 << 20
+    pages = pages_of(inputs["k_cache"], 2**31 // page + len(inputs["k_cache"]), page)
+    far = pages.shape[0] - len(inputs["k_cache"])
+    pages[far:] = inputs["k_cache"]
+    paged = inputs | {"k_cache": pages, "block_table": inputs["block_table"] + far}
+    assert_same_bits(launch(**paged), launch(**inputs))
 
 
 @pytest.mark.gpu

@@ -171,6 +171,19 @@ def test_select_on_the_card_equals_two_launches(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("query_lens", [[1] * 3, [2] * 64], ids=["few", "more than the L2 holds"])
+def test_select_does_not_depend_on_max_seq_len(query_lens: list[int]) -> None:
+    """A graph is captured for the longest requests there may be: rows are far shorter then."""
+    inputs = {**card_inputs(query_lens, 40_000), "topk": 2048}
+    expected = in_two_launches(inputs)
+    for max_seq_len in (40_000, 160 << 10, 1 << 20):
+        wide = inputs | {"max_seq_len": max_seq_len}
+        missing = -(-max_seq_len // 64) - inputs["block_table"].shape[1]
+        wide["block_table"] = torch.nn.functional.pad(inputs["block_table"], (0, missing), value=-1)
+        assert_same_bits(launch(**wide), expected)
+
+
+@pytest.mark.gpu
 @each_values
 def test_select_on_the_card_of_each_kind_of_values(values: Callable[[int], Tensor]) -> None:
     """Short rows, rows that are filtered first, and rows that are scanned."""

@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from mtpgraph import ops
 from mtpgraph.kernels import _topk_plan, indexer_topk
+from mtpgraph.kernels._sampling import limits
 from mtpgraph.kernels.indexer_topk import launch
 from mtpgraph.ops.indexer_topk import largest_positions as reference
 
@@ -140,19 +143,78 @@ def test_topk_of_bf16_rows(width: int, topk: int, device: str) -> None:
     assert_equals_sort(**inputs)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a card compiles the limits that there are")
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("share", [0.02, 0.2, 0.6, 1.0, 1.4, 5.0])
-def test_topk_whatever_the_filter_leaves(
-    share: float, monkeypatch: pytest.MonkeyPatch, device: str
-) -> None:
+def test_topk_whatever_the_filter_leaves(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer than topk keys, a block, a large block, and more than that."""
-    made, left = indexer_topk.plan, int(128 * share)
-    assert made(2, 600, 11, 132)[:2] == (128, 256)
-    monkeypatch.setattr(
-        indexer_topk, "plan", lambda *args: made(*args)._replace(fewest=left, most=left)
-    )
-    assert_equals_sort(**make_inputs(2, 600, 11, device))
-    assert_equals_sort(torch.randn(2, 600, device=device), int32([600, 301], device), 11)
+    assert _topk_plan.plan(2, 600, 11, 132)[:2] == (128, 256)
+    asked = 0
+
+    def limits(room: Any, length: Any, topk: Any, sample: Any, *_: Any) -> tuple[Any, Any]:
+        nonlocal asked
+        asked += 1
+        count = (128 * share * sample / length.to(tl.float32)).to(tl.int32)
+        return count, count
+
+    monkeypatch.setattr(indexer_topk, "limits", limits)
+    assert_equals_sort(**make_inputs(2, 600, 11, "cpu"))
+    assert_equals_sort(torch.randn(2, 600), int32([600, 301]), 11)
+    assert asked > 0
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("width", [700, 5000])
+def test_topk_of_rows_far_shorter_than_the_logits(width: int, device: str) -> None:
+    """The length of a row says what its slices are, whatever is behind it."""
+    lens = [1, 90, 128, 129, 200, 257, 385, 513, 600, 0]
+    logits = torch.full((len(lens), width), INF, device=device)
+    for row, row_len in zip(logits, lens, strict=True):
+        row[:row_len] = torch.randn(row_len)
+    assert_equals_sort(logits, int32(lens, device), 17)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "width", "num_slices", "max_chunks"),
+    [
+        (64, 32_768, 4, 2),
+        (64, 163_840, 4, 16),
+        (8, 32_768, 8, 1),
+        (8, 1 << 20, 32, 8),
+        (40, 163_840, 4, 16),
+        (256, 163_840, 1, 64),
+        (1000, 32_768, 1, 8),
+        (1, 1 << 20, 128, 2),
+        (0, 32_768, 8, 1),
+    ],
+)
+def test_slices_fill_the_card(
+    num_tokens: int, width: int, num_slices: int, max_chunks: int
+) -> None:
+    """As many as there is room for, however short the rows may be that they are made for."""
+    plan = _topk_plan.plan(num_tokens, width, 2048, 132)
+    assert plan is not None
+    assert (plan.num_slices, plan.max_chunks) == (num_slices, max_chunks)
+    assert num_tokens * num_slices <= max(264, num_tokens)
+
+
+def test_limits_on_the_card_are_those_of_the_plan(device: str) -> None:
+    """Of a row as wide as the logits; and never less apart than the plan makes sure of."""
+    for room, length, topk in [(4096, 32_768, 2048), (8064, 163_840, 2048), (4032, 9000, 1)]:
+        made = torch.empty(2, dtype=torch.int32, device=device)
+        limits_kernel[(1,)](made, room, length, topk, SAMPLE=2048)
+        fewest, most = made.tolist()
+        expected = _topk_plan.limits(room, length / 2048, topk)
+        share = 2048 / length
+        assert fewest == pytest.approx(max(expected[0] * share, 1), abs=1.5)
+        assert most == pytest.approx(min(expected[1] * share, 1.7 * expected[0] * share), abs=2.5)
+
+
+@triton.jit(do_not_specialize=["room", "length", "topk"])
+def limits_kernel(out_ptr, room, length, topk, SAMPLE: tl.constexpr):
+    fewest, most = limits(room, length, topk, SAMPLE, 4.0, 2.0, 1.7)
+    tl.store(out_ptr, fewest)
+    tl.store(out_ptr + 1, most)
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -218,7 +280,7 @@ def test_topk_of_a_block_of_the_largest_size(
 ) -> None:
     """32 warps of eight groups: all counts of 32768 equal keys still fit into 16 bits."""
     monkeypatch.setattr(_topk_plan, "SHORT_WIDTH", 32_768)
-    assert _topk_plan.plan(1, width, topk, 132) == (32_768, 32_768, 0, 0, 0, 0, 0)
+    assert _topk_plan.plan(1, width, topk, 132) == (32_768, 32_768, 0, 0, 0, 0)
     kinds = ["normal", "equal", "plateau within", "zeros within", "any bits"]
     logits = torch.stack([VALUES[kind](width) for kind in kinds]).to(device)
     assert_equals_sort(logits, int32([width, width, width - 9, width, width], device), topk)
@@ -386,6 +448,20 @@ def test_long_rows_and_many_rows_have_more_keys_a_thread() -> None:
 )
 def test_topk_beyond_a_block_is_scanned_for(num_tokens: int, width: int) -> None:
     assert _topk_plan.plan(num_tokens, width, SCANNED_TOPK, 132) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [8, 64, 256])
+def test_topk_on_the_card_of_rows_far_shorter_than_the_logits(num_tokens: int) -> None:
+    lens = torch.randint(0, 40_000, (num_tokens,), dtype=torch.int32)
+    lens[:6] = torch.tensor([2048, 2049, 8192, 8193, 16_384, 16_385])
+    logits = torch.full((num_tokens, 160 << 10), INF, device="cuda")
+    logits[:, :40_000].normal_()
+    beyond = torch.arange(40_000) >= lens[:, None]
+    logits[:, :40_000].masked_fill_(beyond.cuda(), INF)
+    actual = launch(logits, lens.cuda(), 2048)
+    assert_same_bits(actual, reference(logits, lens.cuda(), 2048))
+    assert_same_bits(launch(logits[:, :40_000].clone(), lens.cuda(), 2048), actual)
 
 
 @pytest.mark.gpu

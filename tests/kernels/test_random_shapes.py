@@ -256,7 +256,7 @@ def rows_of(
 WAYS = {
     "in one block": st.tuples(st.integers(0, 128), st.integers(1, 64)),
     "behind a filter": st.tuples(
-        st.one_of(st.integers(129, 512), st.integers(513, 700)), st.integers(1, 110)
+        st.one_of(st.integers(129, 512), st.integers(513, 700)), st.integers(1, 100)
     ),
     "by a scan": st.tuples(st.integers(200, 700), st.integers(152, 199)),
 }
