@@ -20,6 +20,7 @@ from .graphed_callable import GraphedCallable
 from .options import Options
 from .output_plan import GraphSizes
 from .report import Finding, ReportError
+from .rows import input_name
 from .stats import Stats
 
 _ONLY_STEP = ("sizes", "next_n", "specialize")
@@ -135,6 +136,35 @@ def _refuse(findings: Sequence[Finding], options: Options, whole: bool) -> None:
         raise ReportError("the step reads what it overwrites", hazards)
 
 
+# What AOTAutograd says of written inputs that share memory, which it refuses.
+_REFUSES_SHARED = ("mutations on views with different dtypes", "different autograd ._base tensors")
+
+
+def _run_inductor(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], passes: bytes, _options: Options
+) -> Callable[..., Any]:
+    try:
+        return _compat.inductor(gm, example_inputs, passes)
+    except Exception as error:
+        if not any(text in str(error) for text in _REFUSES_SHARED):
+            raise
+        names = " and ".join(_sharing_memory(gm, example_inputs)) or "inputs that are written"
+        raise ValueError(
+            f"{names} share memory, which Inductor takes only of views of one tensor and dtype: "
+            'make them so, or say engine="eager"'
+        ) from error
+
+
+def _sharing_memory(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[str]:
+    """The inputs that share the memory of another."""
+    found: dict[int, list[str]] = {}
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    for node, value in zip(placeholders, example_inputs, strict=True):
+        if isinstance(value, Tensor) and _compat.has_storage(value):
+            found.setdefault(_compat.storage_key(value), []).append(input_name(node))
+    return [name for names in found.values() if len(names) > 1 for name in names]
+
+
 def _run_eager(gm: fx.GraphModule, *_: Any) -> Callable[..., Any]:
     # every call runs where it stands, into memory of its own: nothing is read late
     if remove_snapshots(gm.graph):
@@ -152,7 +182,7 @@ def _run_tensorrt(
 
 _Engine = Callable[[fx.GraphModule, Sequence[Any], bytes, Options], Callable[..., Any]]
 _ENGINES: dict[str, _Engine] = {
-    "inductor": lambda gm, example_inputs, passes, _: _compat.inductor(gm, example_inputs, passes),
+    "inductor": _run_inductor,
     "eager": _run_eager,
     "tensorrt": _run_tensorrt,
 }

@@ -20,7 +20,7 @@ class Stats:
             What later graphs share with earlier ones counts for the first
         recaptures: captures of a size again, because a tensor in use by address had moved
         replays: calls served by a CUDA graph
-        eager_calls: calls served by compiled code without a CUDA graph
+        eager_calls: calls served by compiled code without a CUDA graph; on a CPU all of them
         padded_tokens: query tokens added to real batches to fill their size
         tokens: query tokens of real batches
         calls: calls by the size they were padded to; ``None`` for exact sizes

@@ -84,9 +84,9 @@ def number(smem, index):
 @gluon.jit
 def find_run(first_rows, batch, table, ends_smem, MANY: gl.constexpr):
     """As ``_runs.find_run``: the run of the program, ``begin, end`` in work, what the keys of a
-    tile cost, and whether the L2 can hold the logits of the batch; the request that it begins in, and ``rows_of`` that request. Work is counted in the
-    dtype of ``ends_smem``. ``first_rows`` are those of the first requests, two a lane; MANY: there
-    are more.
+    tile cost, and whether the L2 can hold the logits of the batch; the request that it begins in,
+    and ``rows_of`` that request. Work is counted in the dtype of ``ends_smem``. ``first_rows`` are
+    those of the first requests, two a lane; MANY: there are more.
     """
     num_reqs = batch[3]
     REQUESTS: gl.constexpr = first_rows[0].shape[0]

@@ -286,7 +286,7 @@ def _descriptors(q: Tensor, weights: Tensor, k_cache: Tensor) -> tuple[TensorDes
     num_blocks, block_bytes = k_cache.shape
     stride = k_cache.stride(0)
     block, codes = BLOCK.value, gl.NVMMASharedLayout(128, 8, 2)
-    # All heads, and all blocks, as rows of one matrix; rows of scales and of others are passed over.
+    # All heads, and all blocks, as rows of one matrix; what else a page has is passed over.
     heads, keys = num_tokens * num_heads, (num_blocks - 1) * (stride // dim) + block
     return (
         TensorDescriptor(q, [heads, dim], [dim, 1], [num_heads, dim], codes),

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtpgraph import testing
+from mtpgraph import ops, testing
 from tests.helpers import nan_pool
 
 X = torch.arange(1, 13, dtype=torch.float32).view(4, 3)
@@ -180,6 +180,13 @@ def test_op_must_be_one_op() -> None:
         testing.assert_op(lambda x: x, X)
     with pytest.raises(TypeError, match="op must be one overload"):
         testing.assert_op(torch.ops.aten.add, X, X)
+
+
+def test_op_takes_a_function_of_ours() -> None:
+    logits = torch.randn(3, 9)
+    testing.assert_op(ops.indexer_topk, logits, torch.tensor([9, 4, 0], dtype=torch.int32), 2)
+    with pytest.raises(ValueError, match="topk must be at least 1"):
+        testing.assert_op(ops.indexer_topk, logits, torch.tensor([9, 4, 0], dtype=torch.int32), 0)
 
 
 def test_op_runs_on_copies() -> None:

@@ -45,8 +45,8 @@ def assert_op(op: Any, *args: Any, **kwargs: Any) -> None:
     runs on copies.
 
     Args:
-        op: ``torch.ops.namespace.name``, an overload of it, or what ``torch.library.custom_op``
-            returned
+        op: ``torch.ops.namespace.name``, an overload of it, what ``torch.library.custom_op``
+            returned, or a function of ``mtpgraph.ops``
         *args, **kwargs: one valid call. Inputs of several sizes, of size 1 too, are worth a call
             of ``assert_op`` each
 
@@ -65,6 +65,8 @@ def assert_op(op: Any, *args: Any, **kwargs: Any) -> None:
 
 def _overload(op: Any) -> OpOverload:
     op = getattr(op, "_opoverload", op)
+    if str(getattr(op, "__module__", "")).startswith("mtpgraph.ops."):
+        op = getattr(torch.ops.mtpgraph, op.__name__, op)
     if isinstance(op, OpOverloadPacket):
         names = op.overloads()
         if len(names) != 1:
