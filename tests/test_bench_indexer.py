@@ -45,6 +45,7 @@ def timer(times: dict[str, float]) -> Callable[[Sequence[Arm], Plan], dict[str, 
         # the same without logits, with 3 * 16 indices
         (Select(2, 64, (1, 2), num_heads=4, topk=16), 16896 + 1584 + 192, 191 * 1024),
         (TopK(3, 100, 10), 4 * 3 * 110, 0),
+        (TopK(3, 100, 10, columns=200), 4 * 3 * 110, 0),
         # a row: 8 keys of 1152 bytes and an index each, 2 heads of 1152 in, 1024 and 4 out
         (Mla(1, 2, topk=8), 8 * 1156 + 2 * 2180, 2 * 8 * (1152 + 1024)),
         (Mla(5, 2, topk=8), 5 * (8 * 1156 + 2 * 2180), 5 * 2 * 8 * 2176),
@@ -234,7 +235,9 @@ def test_table_has_a_line_a_shape() -> None:
 SMALL: list[Shape] = [
     Logits(4, 128, (1, 4, 2, 3), num_heads=4),
     Select(2, 128, (2,), num_heads=4, topk=16),
+    Select(2, 128, (2,), num_heads=4, topk=16, columns=256),
     TopK(3, 200, 20),
+    TopK(3, 200, 20, columns=512),
     Mla(3, 4, topk=32),
     Mla(3, 4, topk=32, fp8=True),
 ]
@@ -244,7 +247,12 @@ def small_arms(monkeypatch: pytest.MonkeyPatch, peers: Peers) -> dict[str, list[
     """The arms of ``SMALL``, over caches of a few blocks."""
     monkeypatch.setattr(Mla, "context", 128)
     each = bench_indexer.each_shape(SMALL, peers, CEILINGS, 1 << 10, 3, CPU)
-    return {f"{shape.what}{' fp8' * ('fp8' in shape.name)}": arms for shape, arms, _ in each}
+    kinds = {"fp8": " fp8", "of": " of more columns"}
+    return {
+        shape.what + "".join(text for part, text in kinds.items() if part in shape.name.split("-")):
+        arms
+        for shape, arms, _ in each
+    }  # fmt: skip
 
 
 def test_arms_of_ours_pass_their_checks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,11 +260,13 @@ def test_arms_of_ours_pass_their_checks(monkeypatch: pytest.MonkeyPatch) -> None
     assert {what: [each.name for each in group] for what, group in arms.items()} == {
         "logits": ["mtpgraph", "mtpgraph bf16"],
         "select": ["mtpgraph", "mtpgraph, two ops"],
+        "select of more columns": ["mtpgraph", "mtpgraph, two ops"],
         "topk": ["mtpgraph", "torch.topk"],
+        "topk of more columns": ["mtpgraph"],
         "mla": ["mtpgraph"],
         "mla fp8": ["mtpgraph"],
     }
-    assert [each.check() for group in arms.values() for each in group] == [""] * 8
+    assert [each.check() for group in arms.values() for each in group] == [""] * 11
 
 
 def spoiled(result: Tensor) -> Tensor:
@@ -548,18 +558,20 @@ def test_command_writes_a_json_line_a_shape(
     printed = capsys.readouterr().out
     assert "no DeepGEMM: skipped" in printed
     assert "| topk | 3x200-k20 | 5.0 |" in printed
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [row["what"] for row in rows] == ["logits", "select", "topk", "mla", "mla"]
-    for row in rows:
+    rows = {line["shape"]: line for line in map(json.loads, out.read_text().splitlines())}
+    assert list(rows) == [shape.name for shape in SMALL]
+    for row in rows.values():
         assert row.items() >= (card | {"commit": "abc", "us": 5.0, "us_min": 4.0}).items()
         assert row["ceilings"]["copy_bytes"] == 4e12
         assert row["rounds"] == 15
-    assert rows[2]["peers"] == {
+    assert rows["3x200-k20"]["peers"] == {
         "torch.topk": {"us": 5.0, "us_min": 4.0, "us_max": 6.0, "apart": False}
     }
-    assert rows[1]["also"]["mtpgraph, two ops"]["us"] == 5.0
-    assert rows[0]["also"]["mtpgraph bf16"]["us"] == 5.0
-    assert [row["shape"] for row in rows[3:]] == ["3x4h", "3x4h-fp8"]
+    # which knows no lengths
+    assert rows["3x200-k20-of-512"]["peers"] == {}
+    assert rows["2x128-n2-of-256"]["also"]["mtpgraph, two ops"]["us"] == 5.0
+    assert rows["4x128-n1-4"]["also"]["mtpgraph bf16"]["us"] == 5.0
+    assert {"3x4h", "3x4h-fp8"} <= rows.keys()
 
 
 def test_command_checks_without_timing(

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from . import ops
@@ -42,12 +43,13 @@ class Scores:
     row_requests: Tensor
 
     def logits(self, i: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        batch = (self.block_tables[i], self.query_start_loc, self.seq_lens, self.shape.context)
-        return ops.indexer_logits(self.q, self.weights, self.k_cache, *batch, dtype)
+        return ops.indexer_logits(self.q, self.weights, self.k_cache, *self._batch(i), dtype)
 
     def select(self, i: int, topk: int) -> Tensor:
-        batch = (self.block_tables[i], self.query_start_loc, self.seq_lens, self.shape.context)
-        return ops.indexer_select(self.q, self.weights, self.k_cache, *batch, topk)
+        return ops.indexer_select(self.q, self.weights, self.k_cache, *self._batch(i), topk)
+
+    def _batch(self, i: int) -> tuple[Tensor, Tensor, Tensor, int]:
+        return self.block_tables[i], self.query_start_loc, self.seq_lens, self.shape.max_seq_len
 
 
 def make_keys(num_blocks: int, head_dim: int, device: torch.device) -> Tensor:
@@ -70,6 +72,9 @@ def make_scores(shape: Logits, sets: int, k_cache: Tensor | None, device: torch.
     if k_cache is None or k_cache.shape[0] < sets * blocks or k_cache.shape[1] != width:
         k_cache = make_keys(sets * blocks, shape.head_dim, device)
     order = torch.randperm(k_cache.shape[0], device=device)[: sets * blocks].int()
+    tables = order.view(sets, shape.num_reqs, -1)
+    # Blocks that no request has are block 0.
+    missing = shape.max_seq_len // BLOCK_SIZE - tables.shape[2]
     lens = torch.tensor(shape.query_lens)
     starts = torch.cat([torch.zeros(1), lens.cumsum(0)]).to(device, torch.int32)
     seq_lens = torch.full((shape.num_reqs,), shape.context, dtype=torch.int32, device=device)
@@ -80,7 +85,7 @@ def make_scores(shape: Logits, sets: int, k_cache: Tensor | None, device: torch.
         q.to(torch.float8_e4m3fn),
         torch.randn(shape.num_tokens, shape.num_heads, device=device) * 0.1,
         k_cache,
-        list(order.view(sets, shape.num_reqs, -1)),
+        list(F.pad(tables, (0, missing))),
         starts,
         seq_lens,
         row_lens,
@@ -99,7 +104,7 @@ def reference_logits(scores: Scores, i: int) -> Tensor:
         scores.block_tables[i],
         strict=True,
     ):
-        pages = scores.k_cache[table.long()]
+        pages = scores.k_cache[table[: scores.shape.context // BLOCK_SIZE].long()]
         codes = pages[:, :codes_end].contiguous().view(torch.float8_e4m3fn).float()
         scales = pages[:, codes_end:].contiguous().view(torch.float32)
         dots = torch.relu(q.float() @ codes.view(-1, head_dim).t())  # [n, num_heads, context]
@@ -155,7 +160,7 @@ def _deep_gemm(scores: Scores, peers: Peers) -> list[tuple[str, bool, Callable[[
     for form, q, lens, flat in forms:
         rows = scores.row_requests.long() if flat else slice(None)
         tables = [table[rows] for table in scores.block_tables]
-        common = (q, scores.weights, scores.k_cache, tables, lens, shape.context)
+        common = (q, scores.weights, scores.k_cache, tables, lens, shape.max_seq_len)
         for apart in (False, True):
             name = f"DeepGEMM {form}{', schedule apart' if apart else ''}"
             found.append((name, apart, deep_gemm_logits(deep_gemm, *common, apart=apart)))
@@ -164,7 +169,7 @@ def _deep_gemm(scores: Scores, peers: Peers) -> list[tuple[str, bool, Callable[[
 
 def make_rows(shape: TopK, kind: str, device: torch.device) -> Tensor:
     """Rows of logits: of one of ``ROW_KINDS``."""
-    rows = torch.randn(shape.num_rows, shape.width, device=device)
+    rows = torch.randn(shape.num_rows, shape.num_columns, device=device)
     if kind == "clustered":
         return rows.mul_(1e-3).add_(10)
     return rows if kind == "random" else rows.mul_(4).round_().div_(4)
@@ -182,9 +187,10 @@ def topk_arms(shape: TopK, rows: Sequence[Tensor], peers: Peers) -> list[Arm]:
     kinds = {kind: make_rows(shape, kind, device) for kind in ROW_KINDS}
     selectors: dict[str, Selector] = {
         "mtpgraph": lambda logits, lens: ops.indexer_topk(logits, lens, shape.topk),
-        "torch.topk": lambda logits, lens: torch_topk(logits, lens, shape.topk),
-        **topk_selectors(peers, shape.num_rows, shape.width, shape.topk, device),
+        **topk_selectors(peers, shape.num_rows, shape.num_columns, shape.topk, device),
     }
+    if shape.num_columns == shape.width:
+        selectors["torch.topk"] = lambda logits, lens: torch_topk(logits, lens, shape.topk)
 
     def check(select: Selector, ours: bool, *chosen: str) -> str:
         wrong = wrong_positions if ours else wrong_selection
@@ -267,7 +273,7 @@ def select_arms(scores: Scores, peers: Peers) -> list[Arm]:
             apart=apart,
         )
 
-    selectors = topk_selectors(peers, shape.num_tokens, shape.context, topk, lens.device)
+    selectors = topk_selectors(peers, shape.num_tokens, shape.max_seq_len, topk, lens.device)
     return [
         ours("mtpgraph", lambda i: scores.select(i, topk)),
         ours("mtpgraph, two ops", two_ops),

@@ -26,19 +26,26 @@ class Ceilings:
 
 @dataclass(frozen=True)
 class Logits:
-    """Requests of one context length; ``pattern`` of query lengths is repeated over them."""
+    """Requests of one context length; ``pattern`` of query lengths is repeated over them. Longer
+    ones have ``columns`` in the logits and the block table, as where a graph is captured for them.
+    """
 
     num_reqs: int
     context: int
     pattern: tuple[int, ...]
     num_heads: int = 64
     head_dim: int = 128
+    columns: int = 0
 
     what = "logits"
 
     @property
     def name(self) -> str:
-        return f"{self.num_reqs}x{_short(self.context)}-n{_lens(self.pattern)}"
+        return f"{self.num_reqs}x{_short(self.context)}-n{_lens(self.pattern)}{_of(self.columns)}"
+
+    @property
+    def max_seq_len(self) -> int:
+        return self.columns or self.context
 
     @property
     def query_lens(self) -> list[int]:
@@ -88,17 +95,22 @@ class Select(Logits):
 
 @dataclass(frozen=True)
 class TopK:
-    """The ``topk`` largest of each fp32 row."""
+    """The ``topk`` largest of each fp32 row, ``width`` keys of as many ``columns`` or more."""
 
     num_rows: int
     width: int
     topk: int = TOPK
+    columns: int = 0
 
     what = "topk"
 
     @property
     def name(self) -> str:
-        return f"{self.num_rows}x{_short(self.width)}-k{self.topk}"
+        return f"{self.num_rows}x{_short(self.width)}-k{self.topk}{_of(self.columns)}"
+
+    @property
+    def num_columns(self) -> int:
+        return self.columns or self.width
 
     @property
     def bytes(self) -> int:
@@ -181,6 +193,9 @@ _ROWS = (
     *((1, 8192), (1, 131072), (1, 1 << 20), (4, 131072), (8, 32768), (32, 32768), (64, 8192)),
     *((64, 32768), (128, 32768), (256, 4096), (256, 32768), (256, 131072)),
 )
+# Of a model of 160K positions.
+_COLUMNS = 163840
+_SHORT_ROWS = ((8, 32768), (64, 32768), (256, 4096))
 SHAPES: dict[str, list[Shape]] = {
     "logits": [
         Logits(*batch, queries)
@@ -188,12 +203,19 @@ SHAPES: dict[str, list[Shape]] = {
         for queries in _QUERIES
         if len(queries) <= batch[0]
     ],
-    "topk": [*(TopK(*rows) for rows in _ROWS), TopK(256, 131072, 512)],
+    "topk": [
+        *(TopK(*rows) for rows in _ROWS),
+        TopK(256, 131072, 512),
+        *(TopK(*rows, columns=_COLUMNS) for rows in _SHORT_ROWS),
+    ],
     "select": [
         Select(*_BATCHES[i], queries)
         for i in (0, 1, 3, 4)  # one context a batch size
         for queries in _QUERIES
         if len(queries) <= _BATCHES[i][0]
+    ]
+    + [
+        Select(*rows, queries, columns=_COLUMNS) for rows in _SHORT_ROWS for queries in ((1,), (2,))
     ],
     "mla": [
         *(
@@ -215,6 +237,10 @@ def _short(count: int) -> str:
         if count >= size and count % size == 0:
             return f"{count // size}{unit}"
     return str(count)
+
+
+def _of(columns: int) -> str:
+    return f"-of-{_short(columns)}" if columns else ""
 
 
 def _lens(pattern: Sequence[int]) -> str:
