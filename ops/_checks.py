@@ -4,27 +4,32 @@ They serve eager calls and fakes alike: sizes may be symbolic, so equalities go 
 ``torch._check_value``, which also tells the tracer that two sizes are one.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 
-def check_shape(name: str, tensor: Tensor, **dims: int | None) -> None:
-    """``tensor`` has one dimension per keyword, of the given size; ``None`` admits any size."""
+def check_shape(name: str, tensor: Tensor, source: str = "", /, **dims: int | None) -> None:
+    """``tensor`` has one dimension per keyword, of the given size; ``None`` admits any size.
+
+    ``source``: where a size is from, if another argument may be wrong as well.
+    """
+
+    def message() -> str:
+        tail = f"; {source}" if source else ""
+        return f"{name} must have shape {_rule(dims)}, got {_told(tensor.shape)}{tail}"
+
     if tensor.dim() != len(dims):
-        raise ValueError(f"{name} must have shape {_rule(dims)}, got {_sizes(tensor)}")
+        raise ValueError(message())
     for axis, size in enumerate(dims.values()):
         if size is not None:
             actual = tensor.shape[axis]
             if type(actual) is int and type(size) is int:
                 if actual != size:
-                    raise ValueError(f"{name} must have shape {_rule(dims)}, got {_sizes(tensor)}")
+                    raise ValueError(message())
             else:
-                torch._check_value(
-                    actual == size,
-                    lambda: f"{name} must have shape {_rule(dims)}, got {_sizes(tensor)}",
-                )
+                torch._check_value(actual == size, message)
 
 
 def check_any_shape(name: str, tensor: Tensor, *choices: Mapping[str, int | None]) -> None:
@@ -33,7 +38,7 @@ def check_any_shape(name: str, tensor: Tensor, *choices: Mapping[str, int | None
         if tensor.dim() == len(dims):
             return check_shape(name, tensor, **dims)
     raise ValueError(
-        f"{name} must have shape {' or '.join(map(_rule, choices))}, got {_sizes(tensor)}"
+        f"{name} must have shape {' or '.join(map(_rule, choices))}, got {_told(tensor.shape)}"
     )
 
 
@@ -60,7 +65,12 @@ def check_lens(query_start_loc: Tensor, seq_lens: Tensor) -> None:
     check_dtype("query_start_loc", query_start_loc, torch.int32)
     check_dtype("seq_lens", seq_lens, torch.int32)
     check_shape("seq_lens", seq_lens, num_reqs=None)
-    check_shape("query_start_loc", query_start_loc, num_reqs_plus_1=seq_lens.shape[0] + 1)
+    check_shape(
+        "query_start_loc",
+        query_start_loc,
+        "num_reqs is that of seq_lens",
+        num_reqs_plus_1=seq_lens.shape[0] + 1,
+    )
     check_device("query_start_loc", query_start_loc.device, seq_lens=seq_lens)
 
 
@@ -68,7 +78,7 @@ def check_rule(condition: bool | torch.SymBool, name: str, rule: str, got: objec
     """``condition`` holds; otherwise the error says ``<name> must <rule>, got <got>``."""
     if condition is True:
         return
-    torch._check_value(condition, lambda: f"{name} must {rule}, got {got}")
+    torch._check_value(condition, lambda: f"{name} must {rule}, got {_told(got)}")
 
 
 def check_writable(name: str, tensor: Tensor) -> None:
@@ -77,13 +87,18 @@ def check_writable(name: str, tensor: Tensor) -> None:
         if type(stride) is int and stride == 0 and size != 1:
             raise ValueError(
                 f"{name} must not overlap itself, got strides {tuple(tensor.stride())} "
-                f"for shape {_sizes(tensor)}"
+                f"for shape {_told(tensor.shape)}"
             )
 
 
 def _rule(dims: Mapping[str, int | None]) -> str:
-    return "[" + ", ".join(k if v is None else f"{k}={v}" for k, v in dims.items()) + "]"
+    return "[" + ", ".join(k if v is None else f"{k}={_told(v)}" for k, v in dims.items()) + "]"
 
 
-def _sizes(tensor: Tensor) -> Sequence[int]:
-    return list(tensor.shape)
+def _told(got: object) -> str:
+    """A size, several, or what else came; of a symbol also its value in the call that is traced."""
+    if isinstance(got, list | tuple):
+        return f"[{', '.join(map(_told, got))}]"
+    if isinstance(got, torch.SymInt) and got.node.has_hint():
+        return f"{got} ({got.node.hint})"
+    return str(got)

@@ -46,7 +46,12 @@ def check_rows(
         )
     else:
         check_dtype("query_start_loc", query_start_loc, torch.int32)
-        check_shape("query_start_loc", query_start_loc, num_reqs_plus_1=num_reqs + 1)
+        check_shape(
+            "query_start_loc",
+            query_start_loc,
+            "num_reqs is that of state_indices",
+            num_reqs_plus_1=num_reqs + 1,
+        )
     if has_initial_state is not None:
         check_dtype("has_initial_state", has_initial_state, torch.bool)
         check_shape("has_initial_state", has_initial_state, num_reqs=num_reqs)

@@ -209,13 +209,17 @@ SHAPES: dict[str, list[Shape]] = {
         *(TopK(*rows, columns=_COLUMNS) for rows in _SHORT_ROWS),
     ],
     "select": [
-        Select(*_BATCHES[i], queries)
-        for i in (0, 1, 3, 4)  # one context a batch size
-        for queries in _QUERIES
-        if len(queries) <= _BATCHES[i][0]
-    ]
-    + [
-        Select(*rows, queries, columns=_COLUMNS) for rows in _SHORT_ROWS for queries in ((1,), (2,))
+        *(
+            Select(*_BATCHES[i], queries)
+            for i in (0, 1, 3, 4)  # one context a batch size
+            for queries in _QUERIES
+            if len(queries) <= _BATCHES[i][0]
+        ),
+        *(
+            Select(*rows, queries, columns=_COLUMNS)
+            for rows in _SHORT_ROWS
+            for queries in ((1,), (2,))
+        ),
     ],
     "mla": [
         *(

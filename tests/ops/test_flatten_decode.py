@@ -95,7 +95,8 @@ def test_flatten_decode_of_fewer_tokens(device: str) -> None:
         (
             {"query_start_loc": torch.zeros(4, dtype=torch.int32)},
             ValueError,
-            r"query_start_loc must have shape \[num_reqs_plus_1=5\], got \[4\]",
+            r"query_start_loc must have shape \[num_reqs_plus_1=5\], got \[4\]; "
+            "num_reqs is that of seq_lens$",
         ),
         (
             {"seq_lens": torch.zeros(4, dtype=torch.int32, device="meta")},
@@ -109,6 +110,17 @@ def test_flatten_decode_refuses(
     changes: dict[str, Any], error: type[Exception], match: str
 ) -> None:
     assert_refused(ops.flatten_decode, {**make_inputs(), **changes}, error, match)
+
+
+def test_sizes_that_are_traced_come_with_their_values() -> None:
+    def step(x: Tensor, query_start_loc: Tensor, seq_lens: Tensor) -> Tensor:
+        return ops.flatten_decode(query_start_loc, seq_lens, x.shape[0])[0]
+
+    compiled = torch.compile(step, backend="eager", fullgraph=True, dynamic=True)
+    lens = torch.tensor([0, 2, 5], dtype=torch.int32)
+    rule = r"\[num_reqs_plus_1=s\d+ \+ 1 \(4\)\], got \[s\d+ \(3\)\]; num_reqs is that of seq_lens"
+    with pytest.raises(Exception, match=rule):
+        compiled(torch.ones(5), lens, lens.clone())
 
 
 def test_flatten_decode_opcheck() -> None:
