@@ -198,6 +198,14 @@ def test_slices_fill_the_card(
     assert num_tokens * num_slices <= max(264, num_tokens)
 
 
+@pytest.mark.parametrize("num_tokens", [1, 64, 300])
+def test_widths_share_what_is_compiled(num_tokens: int) -> None:
+    plans = [_topk_plan.plan(num_tokens, width, 2048, 132) for width in range(16_385, 300_000, 997)]
+    constants = {(p.block, p.large_block, p.sample, p.num_slices, p.max_chunks) for p in plans if p}
+    assert len(plans) > 280
+    assert len(constants) <= 10
+
+
 def test_limits_on_the_card_are_those_of_the_plan(device: str) -> None:
     """Of a row as wide as the logits; and never less apart than the plan makes sure of."""
     for room, length, topk in [(4096, 32_768, 2048), (8064, 163_840, 2048), (4032, 9000, 1)]:
