@@ -137,7 +137,10 @@ def _refuse(findings: Sequence[Finding], options: Options, whole: bool) -> None:
 
 
 # What AOTAutograd says of written inputs that share memory, which it refuses.
-_REFUSES_SHARED = ("mutations on views with different dtypes", "different autograd ._base tensors")
+_REFUSES_SHARED = (
+    "input mutations on views with different dtypes",
+    "non-differentiable view input mutations",
+)
 
 
 def _run_inductor(
@@ -148,21 +151,26 @@ def _run_inductor(
     except Exception as error:
         if not any(text in str(error) for text in _REFUSES_SHARED):
             raise
-        names = " and ".join(_sharing_memory(gm, example_inputs)) or "inputs that are written"
+        found = "; ".join(map(" and ".join, _sharing_memory(gm, example_inputs)))
         raise ValueError(
-            f"{names} share memory, which Inductor takes only of views of one tensor and dtype: "
-            'make them so, or say engine="eager"'
+            f"{found or 'inputs'} share memory and are written, which Inductor takes only of views "
+            'of one tensor and dtype: make them so, or say engine="eager"'
         ) from error
 
 
-def _sharing_memory(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[str]:
-    """The inputs that share the memory of another."""
-    found: dict[int, list[str]] = {}
+def _sharing_memory(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[list[str]]:
+    """Inputs that share memory, where one of them is written."""
+    names: dict[int, list[str]] = {}
+    stored: set[int] = set()
     placeholders = gm.graph.find_nodes(op="placeholder")
-    for node, value in zip(placeholders, example_inputs, strict=True):
+    may_be_written = _inputs_in(gm.graph, may_write)
+    for node, value, writes in zip(placeholders, example_inputs, may_be_written, strict=True):
         if isinstance(value, Tensor) and _compat.has_storage(value):
-            found.setdefault(_compat.storage_key(value), []).append(input_name(node))
-    return [name for names in found.values() if len(names) > 1 for name in names]
+            key = _compat.storage_key(value)
+            names.setdefault(key, []).append(input_name(node))
+            if writes:
+                stored.add(key)
+    return [group for key, group in names.items() if len(group) > 1 and key in stored]
 
 
 def _run_eager(gm: fx.GraphModule, *_: Any) -> Callable[..., Any]:
