@@ -60,12 +60,12 @@ def plan(num_tokens: int, width: int, topk: int, sms: int) -> Plan | None:
     if width <= SHORT_WIDTH:
         block = power_of_2(max(width, 128))
         return Plan(block, block)
-    chunks = power_of_2(triton.cdiv(width, CHUNK))
-    programs = max(1, PROGRAMS_PER_SM * sms // max(num_tokens, 1))
-    num_slices = min(1 << programs.bit_length() - 1, chunks, MAX_SLICES)
+    chunks = triton.cdiv(width, CHUNK)
+    num_slices = slices_of(num_tokens, chunks, PROGRAMS_PER_SM * sms)
+    room = 16 * min(num_slices, chunks)  # to which slices are stored, beyond what is left
     block, sample = SHORTEST_BLOCK, SHORTEST_SAMPLE
     while True:
-        fewest, most = limits(block - 16 * num_slices, width / sample, topk)
+        fewest, most = limits(block - room, width / sample, topk)
         if most >= SPAN * fewest:
             break
         if sample < (LONG_SAMPLE if block < LONGEST_BLOCK else LONGEST_SAMPLE):
@@ -75,7 +75,21 @@ def plan(num_tokens: int, width: int, topk: int, sms: int) -> Plan | None:
         else:
             return None
     large_block = min(2 * block, LONGEST_BLOCK, MAX_GROUPS * 128 * warps_for(block))
-    return Plan(block, large_block, CHUNK, sample, num_slices, chunks // num_slices)
+    max_chunks = power_of_2(triton.cdiv(chunks, num_slices))
+    return Plan(block, large_block, CHUNK, sample, num_slices, max_chunks)
+
+
+def slices_of(num_tokens: int, chunks: int, programs: int) -> int:
+    """How many slices rows of so many chunks get: a power of two, of which the card runs all at
+    once, or twice as many if that is faster. A slice is of whole chunks, and some are left over."""
+
+    def turns(slices: int) -> int:
+        of_slice = triton.cdiv(chunks, slices)
+        return of_slice * triton.cdiv(num_tokens * triton.cdiv(chunks, of_slice), programs)
+
+    most = min(triton.next_power_of_2(chunks), MAX_SLICES)
+    few = min(1 << max(1, programs // max(num_tokens, 1)).bit_length() - 1, most)
+    return min(few, min(2 * few, most), key=turns)
 
 
 def limits(room: int, apart: float, topk: int) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mtpgraph import ops
 from mtpgraph.kernels import flatten_decode, indexer_logits, indexer_topk
+from mtpgraph.kernels._hopper_runs import MAX_KEPT_BYTES, TILE
 from mtpgraph.kernels.indexer_select import launch
 from mtpgraph.ops.indexer_topk import largest_positions
 
@@ -171,10 +172,13 @@ def test_select_on_the_card_equals_two_launches(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("query_lens", [[1] * 3, [2] * 64], ids=["few", "more than the L2 holds"])
-def test_select_does_not_depend_on_max_seq_len(query_lens: list[int]) -> None:
+@pytest.mark.parametrize("held", [True, False], ids=["held in the L2", "too many to hold"])
+def test_select_does_not_depend_on_max_seq_len(held: bool) -> None:
     """A graph is captured for the longest requests there may be: rows are far shorter then."""
+    query_lens = [1] * 3 if held else [4] * 64
     inputs = {**card_inputs(query_lens, 40_000), "topk": 2048}
+    tiles = -(-inputs["seq_lens"][inputs["seq_lens"] > 2048] // TILE.value)
+    assert bool(4 * TILE.value * query_lens[0] * tiles.sum() <= MAX_KEPT_BYTES.value) == held
     expected = in_two_launches(inputs)
     for max_seq_len in (40_000, 160 << 10, 1 << 20):
         wide = inputs | {"max_seq_len": max_seq_len}
