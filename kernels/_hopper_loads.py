@@ -13,7 +13,6 @@ from ._hopper_runs import end_of_columns, has_work, next_request, request_rows
 from ._hopper_weighing import BLOCK, TILE
 
 DIM = gl.constexpr(128)
-BLOCK_ROWS = gl.constexpr(66)  # of 128 bytes: codes, then scales; a page may have more
 STAGES = gl.constexpr(6)  # of a tile each, two for each group
 COLUMNS = gl.constexpr(1024)  # that are filled at a time
 

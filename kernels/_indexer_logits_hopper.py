@@ -30,7 +30,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ._common import capability, num_sms
 from ._hopper import blocks_of, group_barrier
-from ._hopper_loads import BLOCK_ROWS, DIM, STAGES, fill, load_keys, load_queries
+from ._hopper_loads import DIM, STAGES, fill, load_keys, load_queries
 from ._hopper_runs import (
     MEMORY_COST,
     NUMBERS,
@@ -150,7 +150,7 @@ def indexer_logits_hopper_kernel(
     num_tokens, num_reqs, num_blocks, block_rows, max_seq_len, min_keys,
     table_stride, logits_stride,
     HEADS: gl.constexpr, ROWS: gl.constexpr, SLOTS: gl.constexpr,
-    REQUESTS: gl.constexpr, MANY: gl.constexpr, WIDE: gl.constexpr, KEEP: gl.constexpr,
+    REQUESTS: gl.constexpr, MANY: gl.constexpr, WIDE: gl.constexpr,
     SCORE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
 ):
     # fmt: on
@@ -181,6 +181,8 @@ def indexer_logits_hopper_kernel(
         mbarrier.init(keys_empty.index(i), count=1)
     fence_async_shared()
 
+    # A selection asks for the lengths of its rows, and reads the logits next.
+    KEEP: gl.constexpr = row_lens_ptr is not None
     table = (block_table_ptr, table_stride, num_blocks)
     run = find_run(first_rows, batch, table, ends_smem, MANY)
     logits = (logits_ptr, logits_stride)
@@ -223,7 +225,7 @@ def supports(
         and capability(q.device) == 90
         and num_heads in (32, 64)
         and head_dim == DIM.value
-        and block_bytes == BLOCK_ROWS.value * DIM.value
+        and block_bytes == BLOCK.value * (DIM.value + 4)
         and num_blocks > 0
         and q.stride() == (num_heads * head_dim, head_dim, 1)
         and weights.stride() == (num_heads, 1)
@@ -274,7 +276,6 @@ def score_keys(
         SLOTS=FEW_ROWS_SLOTS if few else MAX_ROWS_SLOTS,
         REQUESTS=WARP_REQUESTS if num_reqs <= WARP_REQUESTS else BLOCK_REQUESTS,
         MANY=num_reqs > BLOCK_REQUESTS, WIDE=most > MAX_INT32,
-        KEEP=row_lens is not None,
         SCORE_REGISTERS=SCORE_REGISTERS, LOAD_REGISTERS=LOAD_REGISTERS,
         num_warps=4, maxnreg=MAX_REGISTERS,
     )  # fmt: skip

@@ -284,13 +284,12 @@ def largest_positions(
         return out
 
     left = counts = bounds = None
-    num_slices = capacity = 1
-    slices_bits = 0
+    capacity = 1
     overlap = False
+    num_slices = max(shape.num_slices, 1)
+    slices_bits = num_slices.bit_length() - 1
     if shape.chunk:
         overlap = OVERLAP and can_overlap(out.device)
-        num_slices = shape.num_slices
-        slices_bits = num_slices.bit_length() - 1
         capacity = min(shape.chunk * shape.max_chunks, shape.large_block)
         left = logits.new_empty(num_tokens, num_slices, 2, capacity, dtype=torch.float32)
         counts = row_lens.new_empty(num_tokens, num_slices)

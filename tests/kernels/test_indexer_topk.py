@@ -213,9 +213,14 @@ def test_widths_share_what_is_compiled(num_tokens: int) -> None:
 def test_limits_on_the_card_are_those_of_the_plan(device: str) -> None:
     """And of a shorter row not less apart than the plan makes sure of."""
     made = torch.empty(2, dtype=torch.int32, device=device)
+    constants = {name: getattr(_topk_plan, name) for name in ("TOO_FEW", "TOO_MANY", "MOST_SPAN")}
+
+    def of_sample(room: int, length: int, topk: int) -> list[int]:
+        limits_kernel[(1,)](made, room, length, topk, SAMPLE=2048, **constants)
+        return made.tolist()
+
     for room, length, topk in [(4096, 32_768, 2048), (8064, 163_840, 2048), (4032, 9000, 1)]:
-        limits_kernel[(1,)](made, room, length, topk, SAMPLE=2048)
-        fewest, most = made.tolist()
+        fewest, most = of_sample(room, length, topk)
         expected = _topk_plan.limits(room, length / 2048, topk)
         share = 2048 / length
         assert fewest == pytest.approx(max(expected[0] * share, 1), abs=1.5)
@@ -224,14 +229,16 @@ def test_limits_on_the_card_are_those_of_the_plan(device: str) -> None:
     assert plan is not None
     assert plan.sample == 2048
     for length in (plan.block + 1, 10_000, 20_000, 50_000, 100_000, 160 << 10):
-        limits_kernel[(1,)](made, plan.block - 16 * plan.num_slices, length, 2048, SAMPLE=2048)
-        fewest, most = made.tolist()
+        fewest, most = of_sample(plan.block - 16 * plan.num_slices, length, 2048)
         assert most >= 1.15 * fewest
 
 
 @triton.jit(do_not_specialize=["room", "length", "topk"])
-def limits_kernel(out_ptr, room, length, topk, SAMPLE: tl.constexpr):
-    fewest, most = limits(room, length, topk, SAMPLE, 4.0, 2.0, 1.7)
+def limits_kernel(
+    out_ptr, room, length, topk, SAMPLE: tl.constexpr,
+    TOO_FEW: tl.constexpr, TOO_MANY: tl.constexpr, MOST_SPAN: tl.constexpr,
+):  # fmt: skip
+    fewest, most = limits(room, length, topk, SAMPLE, TOO_FEW, TOO_MANY, MOST_SPAN)
     tl.store(out_ptr, fewest)
     tl.store(out_ptr + 1, most)
 
