@@ -151,26 +151,21 @@ def _run_inductor(
     except Exception as error:
         if not any(text in str(error) for text in _REFUSES_SHARED):
             raise
-        found = "; ".join(map(" and ".join, _sharing_memory(gm, example_inputs)))
+        found = "; ".join(map(" and ".join, _sharing_memory(gm.graph)))
         raise ValueError(
             f"{found or 'inputs'} share memory and are written, which Inductor takes only of views "
             'of one tensor and dtype: make them so, or say engine="eager"'
         ) from error
 
 
-def _sharing_memory(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[list[str]]:
+def _sharing_memory(graph: fx.Graph) -> list[list[str]]:
     """Inputs that share memory, where one of them is written."""
+    stored = set().union(*map(may_write, graph.nodes))
     names: dict[int, list[str]] = {}
-    stored: set[int] = set()
-    placeholders = gm.graph.find_nodes(op="placeholder")
-    may_be_written = _inputs_in(gm.graph, may_write)
-    for node, value, writes in zip(placeholders, example_inputs, may_be_written, strict=True):
-        if isinstance(value, Tensor) and _compat.has_storage(value):
-            key = _compat.storage_key(value)
-            names.setdefault(key, []).append(input_name(node))
-            if writes:
-                stored.add(key)
-    return [group for key, group in names.items() if len(group) > 1 and key in stored]
+    for node in graph.find_nodes(op="placeholder"):
+        for storage in storages(node) & stored:
+            names.setdefault(storage, []).append(input_name(node))
+    return [group for group in names.values() if len(group) > 1]
 
 
 def _run_eager(gm: fx.GraphModule, *_: Any) -> Callable[..., Any]:
