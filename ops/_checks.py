@@ -65,13 +65,14 @@ def check_lens(query_start_loc: Tensor, seq_lens: Tensor) -> None:
     check_dtype("query_start_loc", query_start_loc, torch.int32)
     check_dtype("seq_lens", seq_lens, torch.int32)
     check_shape("seq_lens", seq_lens, num_reqs=None)
-    check_shape(
-        "query_start_loc",
-        query_start_loc,
-        "num_reqs is that of seq_lens",
-        num_reqs_plus_1=seq_lens.shape[0] + 1,
-    )
+    check_starts(query_start_loc, seq_lens.shape[0], "seq_lens")
     check_device("query_start_loc", query_start_loc.device, seq_lens=seq_lens)
+
+
+def check_starts(query_start_loc: Tensor, num_reqs: int, like: str) -> None:
+    """``query_start_loc`` has a start for each request and an end, as many as ``like`` says."""
+    source = f"num_reqs is that of {like}"
+    check_shape("query_start_loc", query_start_loc, source, num_reqs_plus_1=num_reqs + 1)
 
 
 def check_rule(condition: bool | torch.SymBool, name: str, rule: str, got: object) -> None:

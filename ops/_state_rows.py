@@ -12,6 +12,7 @@ from ._checks import (
     check_dtype,
     check_rule,
     check_shape,
+    check_starts,
     check_writable,
 )
 from ._rows import row_bounds
@@ -46,12 +47,7 @@ def check_rows(
         )
     else:
         check_dtype("query_start_loc", query_start_loc, torch.int32)
-        check_shape(
-            "query_start_loc",
-            query_start_loc,
-            "num_reqs is that of state_indices",
-            num_reqs_plus_1=num_reqs + 1,
-        )
+        check_starts(query_start_loc, num_reqs, "state_indices")
     if has_initial_state is not None:
         check_dtype("has_initial_state", has_initial_state, torch.bool)
         check_shape("has_initial_state", has_initial_state, num_reqs=num_reqs)

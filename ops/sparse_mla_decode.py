@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ._checks import check_device, check_dtype, check_rule, check_shape
+from ._checks import check_device, check_dtype, check_rule, check_shape, check_starts
 from ._fp8_kv_cache import check_fp8_kv_cache
 from ._register import register
 from ._rows import rows_of, token_requests
@@ -91,12 +91,7 @@ def _check(
         check_shape("kv_cache", kv_cache, num_blocks=None, block_size=None, head_dim=q.shape[2])
     check_shape("topk_indices", topk_indices, num_tokens=q.shape[0], topk=None)
     check_shape("block_table", block_table, num_reqs=None, max_blocks=None)
-    check_shape(
-        "query_start_loc",
-        query_start_loc,
-        "num_reqs is that of block_table",
-        num_reqs_plus_1=block_table.shape[0] + 1,
-    )
+    check_starts(query_start_loc, block_table.shape[0], "block_table")
     check_rule(
         kv_cache.shape[1] >= 1, "kv_cache", "have a block_size of at least 1", list(kv_cache.shape)
     )
