@@ -358,7 +358,15 @@ def vllm() -> Any:
         seen = torch.arange(width) < lens.unsqueeze(1)
         out.copy_(torch.where(seen, logits, float("-inf")).topk(k, dim=1).indices)
 
-    return SimpleNamespace(persistent_topk=topk, cooperative_topk=topk)
+    def per_row(
+        logits: Tensor, next_n: int, lens: Tensor, out: Tensor, rows: int, *strides_k: int
+    ) -> None:
+        assert (next_n, rows, strides_k[:2]) == (1, len(logits), logits.stride())
+        topk(logits, lens, out, out, strides_k[2], logits.shape[1])
+
+    return SimpleNamespace(
+        persistent_topk=topk, cooperative_topk=topk, top_k_per_row_decode=per_row
+    )
 
 
 @pytest.mark.parametrize(
@@ -389,23 +397,26 @@ def test_peers_of_select_are_pairs_of_kernels() -> None:
     peers = Peers({"DeepGEMM": deep_gemm([]), "vLLM": vllm()})
     shape = Select(2, 1024, (1,), num_heads=2, topk=512)
     arms = bench_scores.select_arms(bench_scores.make_scores(shape, 1, None, CPU), peers)
-    assert [each.name for each in arms[2:4]] == [
+    assert [each.name for each in arms[2:5]] == [
+        "DeepGEMM native + vLLM per row",
         "DeepGEMM native + vLLM persistent",
         "DeepGEMM native + vLLM cooperative",
     ]
-    assert len(arms) == 6
-    assert [each.check() for each in arms] == [""] * 6
+    assert len(arms) == 8
+    assert [each.check() for each in arms] == [""] * 8
     assert arms[2].call(0).shape == (2, 512)
 
 
 def test_selector_that_loses_winners_is_found_on_clustered_rows() -> None:
     """As one with a coarse key and a bounded buffer would."""
-    topk_op = vllm().persistent_topk
+    peer = vllm()
+    topk_op = peer.persistent_topk
 
     def coarse(logits: Tensor, *rest: Any) -> None:
         topk_op(logits.half().float(), *rest)
 
-    peers = Peers({"vLLM": SimpleNamespace(persistent_topk=coarse, cooperative_topk=topk_op)})
+    peer.persistent_topk = coarse
+    peers = Peers({"vLLM": peer})
     shape = TopK(2, 4096, 512)
     arms = bench_scores.topk_arms(shape, bench_scores.make_row_sets(shape, 1, CPU), peers)
     limits = {each.name: each.check_others() for each in arms}

@@ -4,6 +4,7 @@ None is a dependency. Each is looked for by import, in the packages that contain
 folder given with ``--peers``; one that is not there, or does not load, is named with the reason.
 """
 
+import functools
 import importlib
 import importlib.util
 import sys
@@ -140,6 +141,8 @@ def topk_selectors(
     """Top-k kernels that take such rows: (logits, row_lens) -> int32 [num_rows, topk]."""
     found: dict[str, Callable[..., Any]] = {}
     tokenspeed, vllm = peers.get("TokenSpeed"), peers.get("vLLM")
+    if vllm is not None:
+        found["vLLM per row"] = functools.partial(_vllm_per_row, vllm)
     if topk in (512, 1024, 2048):
         if tokenspeed is not None:
             # rows of one query token each
@@ -149,6 +152,15 @@ def topk_selectors(
         if vllm is not None and num_rows <= 32 and width % 4 == 0:
             found["vLLM cooperative"] = lambda *args: vllm.cooperative_topk(*args)
     return {name: _selector(call, num_rows, width, topk, device) for name, call in found.items()}
+
+
+def _vllm_per_row(
+    vllm: Any, logits: Tensor, row_lens: Tensor, out: Tensor, _workspace: Tensor, topk: int, _: int
+) -> None:
+    # rows of one query token each
+    vllm.top_k_per_row_decode(
+        logits, 1, row_lens, out, len(out), logits.stride(0), logits.stride(1), topk
+    )
 
 
 def _selector(
