@@ -20,7 +20,7 @@ from ._blocks import (
     starts_of_4,
     sum_of_all,
 )
-from ._selection import bracket, choose
+from ._selection import bracket, choose, guess_of, moments_of
 
 
 @triton.jit
@@ -60,6 +60,19 @@ def present_or_nan(columns, logits, length):
 
 
 @triton.jit
+def load_row(
+    row_ptr, column_stride, length,
+    VECTORS: tl.constexpr, LATE: tl.constexpr, DONE: tl.constexpr,
+    GROUPS: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """``pivot, values, places_`` of a row that a block holds, for ``write_largest``."""
+    pivot = tl.load(row_ptr).to(tl.float32)
+    columns, values = load_block(row_ptr, column_stride, 0, length, VECTORS, GROUPS, WARPS, DONE)
+    places_ = starts_of_4(GROUPS, WARPS) if LATE else columns
+    return pivot, present_or_nan(columns, values, length), places_
+
+
+@triton.jit
 def deviations_of(values, pivot):
     return tl.where(values == values, values - pivot, 0.0)
 
@@ -88,6 +101,24 @@ def write_largest(
                 positions = tl.load(positions_of(entry_ptr, CAPACITY), mask=chosen, other=0)
         tl.store(out_row + before, positions, mask=chosen)
     return low > LEAST
+
+
+@triton.jit
+def select_row(
+    row_ptr, column_stride, length, topk, out_row,
+    VECTORS: tl.constexpr, LATE: tl.constexpr, DONE: tl.constexpr,
+    GROUPS: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """``write_largest`` of a row that a block holds."""
+    pivot, values, places_ = load_row(
+        row_ptr, column_stride, length, VECTORS, LATE, DONE, GROUPS, WARPS
+    )
+    guess = guess_of(topk, length, False)
+    first, second = moments_of(deviations_of(values, pivot), WARPS)
+    return write_largest(
+        values, first, second, pivot, guess, length, topk, False, places_, out_row, out_row,
+        False, 1, LATE, GROUPS, WARPS,
+    )  # fmt: skip
 
 
 @triton.jit

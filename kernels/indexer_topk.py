@@ -14,7 +14,8 @@ Longer rows take two launches, each of which reads a key once:
     filter    programs share a row by slices. All programs of a row draw the same sample of it and
               find the same bound, from which on a block of keys should lie (``limits``); what lies
               there of its own slice a program stores, in order, with its positions.
-    select    a program holds what all slices have left, and goes on as with a short row.
+    select    a program holds what all slices have left, and goes on as with a short row. It begins
+              early, and waits for the filter where it needs it.
 
 The bound decides what is left, never what is chosen: where fewer than topk keys are left, or more
 than a program can hold (a sample that misleads, a value that most of a row shares), the program
@@ -43,7 +44,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import _topk_plan
-from ._blocks import LEAST, finite_value_of, nan, rank, starts_of_4, value_of
+from ._blocks import LEAST, finite_value_of, nan, rank, value_of
 from ._common import can_overlap, num_sms
 from ._sampling import draw, find_bound, limits
 from ._selection import guess_of, moments_of
@@ -53,9 +54,11 @@ from ._topk_rows import (
     entries_left,
     load_block,
     load_left,
+    load_row,
     positions_of,
     present_or_nan,
     scan_row,
+    select_row,
     write_all,
     write_largest,
 )
@@ -146,31 +149,37 @@ def indexer_topk_kernel(
     width, topk, slices_bits,
     row_stride, column_stride, row_lens_stride,
     VECTORS: tl.constexpr, FILTERED: tl.constexpr,
-    CHUNK: tl.constexpr, CAPACITY: tl.constexpr, SLICES: tl.constexpr,
+    CHUNK: tl.constexpr, CAPACITY: tl.constexpr, SLICES: tl.constexpr, SHORT_BLOCK: tl.constexpr,
     GROUPS: tl.constexpr, LARGE_GROUPS: tl.constexpr, WARPS: tl.constexpr,
     LATE: tl.constexpr, DONE: tl.constexpr, OVERLAP: tl.constexpr,
 ):
     # fmt: on
     BLOCK: tl.constexpr = 128 * GROUPS * WARPS
     LARGE_BLOCK: tl.constexpr = 128 * LARGE_GROUPS * WARPS
+    # Where the logits are wide, a block is made for longer rows than most are. Of a short one each
+    # thread has fewer keys, and little of the widest can be read ahead.
+    SHORT_GROUPS: tl.constexpr = SHORT_BLOCK // (128 * WARPS) if BLOCK > SHORT_BLOCK else GROUPS
+    AHEAD: tl.constexpr = not FILTERED and BLOCK <= 2 * SHORT_BLOCK
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * row_stride
     out_row = out_ptr + row * topk
     length = tl.load(row_lens_ptr + row * row_lens_stride)
-    if not FILTERED:
+    if AHEAD:
         # Before the length is known: one wait for both. Not where there may be no logits.
         end = tl.where(width > topk, width, 0)
         pivot = tl.load(row_ptr, mask=end > 0, other=0.0).to(tl.float32)
         columns, values = load_block(row_ptr, column_stride, 0, end, VECTORS, GROUPS, WARPS, DONE)
     length = tl.minimum(tl.maximum(length, 0), width)
-    if OVERLAP:
-        # All programs wait: nothing that comes after this kernel may run beside the first one.
-        tl.extra.cuda.gdc_wait()
     hint = tl.full([], LEAST, tl.int32)
     if length <= topk:
         write_all(out_row, length, topk, 32 * WARPS)
         done = True
-    elif not FILTERED:
+    elif SHORT_GROUPS < GROUPS and length <= SHORT_BLOCK:
+        done = select_row(
+            row_ptr, column_stride, length, topk, out_row,
+            VECTORS, LATE, DONE, SHORT_GROUPS, WARPS,
+        )  # fmt: skip
+    elif AHEAD:
         guess = guess_of(topk, length, False)
         if length < BLOCK:
             values = present_or_nan(columns, values, length)
@@ -181,10 +190,16 @@ def indexer_topk_kernel(
             values, first, second, pivot, guess, length, topk, False, columns, left_ptr,
             out_row, False, CAPACITY, False, GROUPS, WARPS,
         )  # fmt: skip
+    elif not FILTERED:
+        done = select_row(
+            row_ptr, column_stride, length, topk, out_row, VECTORS, LATE, DONE, GROUPS, WARPS
+        )
     else:
         slices = tl.arange(0, SLICES)
         live = slices * slice_of(length, slices_bits, CHUNK) < length
         listed = length > BLOCK
+        if OVERLAP and listed:
+            tl.extra.cuda.gdc_wait()
         counts = tl.load(
             counts_ptr + (row << slices_bits) + slices, mask=tl.where(listed, live, False), other=0
         )
@@ -201,12 +216,9 @@ def indexer_topk_kernel(
                 values, places_ = load_left(left_ptr, starts, CAPACITY, LATE)
             else:
                 count = length
-                pivot = tl.load(row_ptr).to(tl.float32)
-                columns, values = load_block(
-                    row_ptr, column_stride, 0, length, VECTORS, GROUPS, WARPS, DONE
+                pivot, values, places_ = load_row(
+                    row_ptr, column_stride, length, VECTORS, LATE, DONE, GROUPS, WARPS
                 )
-                values = present_or_nan(columns, values, length)
-                places_ = starts_of_4(GROUPS, WARPS) if LATE else columns
             guess = guess_of(topk, count, listed)
             first, second = moments_of(deviations_of(values, pivot), WARPS)
             done = write_largest(
@@ -229,6 +241,9 @@ def indexer_topk_kernel(
         # No more registers than the search needs: it holds its keys throughout, this does not.
         SCAN_GROUPS: tl.constexpr = GROUPS if GROUPS <= 4 else 4
         scan_row(row_ptr, column_stride, length, topk, hint, out_row, VECTORS, SCAN_GROUPS, WARPS)
+    if OVERLAP:
+        # All programs wait: nothing that comes after this kernel may run beside the first one.
+        tl.extra.cuda.gdc_wait()
 
 
 # fmt: off
@@ -316,7 +331,7 @@ def largest_positions(
         logits.stride(0), logits.stride(1), row_lens.stride(0),
         VECTORS=vectors, FILTERED=filtered,
         CHUNK=shape.chunk, CAPACITY=capacity,
-        SLICES=num_slices,
+        SLICES=num_slices, SHORT_BLOCK=_topk_plan.SHORTEST_BLOCK,
         GROUPS=shape.block // (128 * warps), LARGE_GROUPS=shape.large_block // (128 * warps),
         WARPS=warps, LATE=registers < 2 * _topk_plan.MAX_REGISTERS, DONE=last_use, OVERLAP=overlap,
         num_warps=warps, launch_pdl=overlap, maxnreg=registers,

@@ -172,6 +172,24 @@ def test_topk_of_rows_far_shorter_than_the_logits(width: int, device: str) -> No
     logits = torch.full((len(lens), width), INF, device=device)
     for row, row_len in zip(logits, lens, strict=True):
         row[:row_len] = torch.randn(row_len)
+        row[max(row_len - 1, 0)] = 9
+    assert_equals_sort(logits, int32(lens, device), 17)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("width", [250, 500])
+def test_topk_of_rows_far_shorter_than_a_block(
+    width: int, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    """Without a filter, in blocks of two chunks and of four: rows of a chunk, and longer ones."""
+    monkeypatch.setattr(_topk_plan, "SHORT_WIDTH", 512)
+    lens = [1, 17, 18, 90, 127, 128, 129, 200, width, 0, 100, 100]
+    logits = torch.full((len(lens), width), INF, device=device)
+    for row, row_len in zip(logits, lens, strict=True):
+        row[:row_len] = torch.randn(row_len)
+        row[max(row_len - 1, 0)] = 9
+    # -inf and NaN among the largest
+    logits[-2:, 10:] = torch.tensor([[-INF], [NAN]], device=device)
     assert_equals_sort(logits, int32(lens, device), 17)
 
 
@@ -480,7 +498,7 @@ def test_topk_beyond_a_block_is_scanned_for(num_tokens: int, width: int) -> None
 @pytest.mark.parametrize("num_tokens", [8, 64, 256])
 def test_topk_on_the_card_of_rows_far_shorter_than_the_logits(num_tokens: int) -> None:
     lens = torch.randint(0, 40_000, (num_tokens,), dtype=torch.int32)
-    lens[:6] = torch.tensor([2048, 2049, 8192, 8193, 16_384, 16_385])
+    lens[:8] = torch.tensor([2048, 2049, 4096, 4097, 8192, 8193, 16_384, 16_385])
     logits = torch.full((num_tokens, 160 << 10), INF, device="cuda")
     logits[:, :40_000].normal_()
     beyond = torch.arange(40_000) >= lens[:, None]
@@ -488,6 +506,43 @@ def test_topk_on_the_card_of_rows_far_shorter_than_the_logits(num_tokens: int) -
     actual = launch(logits, lens.cuda(), 2048)
     assert_same_bits(actual, reference(logits, lens.cuda(), 2048))
     assert_same_bits(launch(logits[:, :40_000].clone(), lens.cuda(), 2048), actual)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [1, 40, 300])
+def test_topk_on_the_card_may_begin_early(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the second launch waits for the first on the card or ahead of it; rows of both, of
+    the second alone, and of neither."""
+    lens = [100_000, 30_000, 6000, 3000, 100, 0]
+    row_lens = int32([lens[row % len(lens)] for row in range(num_tokens)], "cuda")
+    rows = [torch.randn(num_tokens, 100_000, device="cuda") for _ in range(3)]
+    found = []
+    for overlap in (True, False):
+        monkeypatch.setattr(indexer_topk, "OVERLAP", overlap)
+        # behind one another, without a wait of the host
+        found.append([launch(logits, row_lens, 2048) for logits in rows * 5])
+    for early, late, logits in zip(*found, rows * 5, strict=True):
+        assert_same_bits(early, late)
+        assert_same_bits(early, reference(logits, row_lens, 2048))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("num_tokens", "width"), [(60, 8192), (300, 8192), (60, 16_384), (300, 160 << 10)]
+)
+def test_topk_on_the_card_of_short_rows_of_each_kind_of_values(num_tokens: int, width: int) -> None:
+    """Rows of half a chunk to a chunk and a few, in wider logits, none of which they may see."""
+    kinds = list(VALUES.values())
+    lens = torch.randint(2048, 4200, (num_tokens,))
+    lens[:4] = torch.tensor([2048, 2049, 4096, 4097])
+    logits = torch.full((num_tokens, width), INF)
+    for row, row_len in enumerate(lens.tolist()):
+        logits[row, :row_len] = kinds[row % len(kinds)](row_len)
+        if row % 2:
+            logits[row, row_len - 1] = LARGEST
+    inputs = (logits.cuda(), lens.int().cuda())
+    for topk in (2048, 512):
+        assert_same_bits(launch(*inputs, topk), reference(*inputs, topk))
 
 
 @pytest.mark.gpu

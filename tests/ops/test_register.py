@@ -10,7 +10,7 @@ from mtpgraph import ops
 from mtpgraph.ops import _register
 
 from ..helpers import assert_same_bits
-from ..op_inputs import OPS, make_inputs
+from ..op_inputs import OPS, Inputs, make_inputs
 
 has_kernels = _register._has_kernels.__wrapped__
 
@@ -53,6 +53,46 @@ def test_a_card_without_kernels_runs_the_reference(
                 torch.testing.assert_close(on_card[key].cpu(), value, equal_nan=True)
             else:
                 assert_same_bits(on_card[key].cpu(), value)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", OPS)
+def test_an_op_runs_on_the_current_stream(name: str) -> None:
+    """Its inputs are there only when what the stream did before is done."""
+    inputs = make_inputs(name, "cuda")
+    late = {k: torch.zeros_like(v) if isinstance(v, Tensor) else v for k, v in inputs.items()}
+    getattr(ops, name)(**late)  # compiles
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)
+        for key, value in inputs.items():
+            if isinstance(value, Tensor):
+                late[key].copy_(value)
+        actual = getattr(ops, name)(**late)
+    stream.synchronize()
+    _assert_same(actual, getattr(ops, name)(**inputs), late, inputs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", OPS)
+def test_an_op_runs_on_a_card_that_is_not_the_current_one(name: str) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two cards")
+    inputs = make_inputs(name, "cuda:0")
+    other = {k: v.to("cuda:1") if isinstance(v, Tensor) else v for k, v in inputs.items()}
+    actual = getattr(ops, name)(**other)
+    assert torch.cuda.current_device() == 0
+    torch.cuda.synchronize(1)
+    _assert_same(actual, getattr(ops, name)(**inputs), other, inputs)
+
+
+def _assert_same(actual: object, expected: object, written: Inputs, inputs: Inputs) -> None:
+    """Results and arguments, whatever card they are on."""
+    arguments = [[v for v in each.values() if isinstance(v, Tensor)] for each in (written, inputs)]
+    found = _tensors(actual) + arguments[0]
+    for a, b in zip(found, _tensors(expected) + arguments[1], strict=True):
+        assert_same_bits(a.cpu(), b.cpu())
 
 
 def _tensors(value: object) -> list[Tensor]:
