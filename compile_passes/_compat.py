@@ -21,10 +21,12 @@ from ._compat_fakes import (
     OpMode,
     fake_mode,
     has_fake,
+    is_fake,
     is_known,
     op_called,
     reads_number,
     run_on_fakes,
+    with_own_storage,
 )
 from ._compat_nodes import (
     copy_meta,
@@ -102,6 +104,7 @@ __all__ = [
     "inductor",
     "inductor_cache_dir",
     "is_autocast",
+    "is_fake",
     "is_known",
     "is_off",
     "is_suspended",
@@ -140,4 +143,5 @@ __all__ = [
     "user_frame",
     "user_frames",
     "watch_graph_breaks",
+    "with_own_storage",
 ]

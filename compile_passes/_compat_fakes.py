@@ -36,6 +36,23 @@ def fake_mode() -> Any:
     return FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
 
 
+def is_fake(value: Any) -> bool:
+    """A tensor without memory, as the tracer records them."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(value, FakeTensor)
+
+
+def with_own_storage(fake: Any) -> Any:
+    """The same tensor in a storage of its own, at the same offset of it."""
+    last = sum((n - 1) * stride for n, stride in zip(fake.shape, fake.stride(), strict=True))
+    size = fake.storage_offset() + last + 1
+    with fake.fake_mode, torch.no_grad():
+        storage = torch.empty(size, dtype=fake.dtype, device=fake.device).untyped_storage()
+        own = torch.empty(0, dtype=fake.dtype, device=fake.device)
+        return own.set_(storage, fake.storage_offset(), fake.shape, fake.stride())
+
+
 def is_known(size: int | torch.SymInt) -> bool:
     """A size that does not depend on data."""
     return isinstance(size, int) or size.node.has_hint()

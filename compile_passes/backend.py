@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from . import PASSES, _compat, tensorrt
+from . import PASSES, _compat, pages, tensorrt
 from ._writes import may_write, overlap, storages, written
 from .capture import device_of
 from .find_mutation_hazards import remove_snapshots
@@ -20,7 +20,6 @@ from .graphed_callable import GraphedCallable
 from .options import Options
 from .output_plan import GraphSizes
 from .report import Finding, ReportError
-from .rows import input_name
 from .stats import Stats
 
 _ONLY_STEP = ("sizes", "next_n", "specialize")
@@ -147,25 +146,14 @@ def _run_inductor(
     gm: fx.GraphModule, example_inputs: Sequence[Any], passes: bytes, _options: Options
 ) -> Callable[..., Any]:
     try:
-        return _compat.inductor(gm, example_inputs, passes)
+        return pages.compile_apart(
+            gm.graph, example_inputs, lambda inputs: _compat.inductor(gm, inputs, passes)
+        )
     except Exception as error:
         if not any(text in str(error) for text in _REFUSES_SHARED):
             raise
-        found = "; ".join(map(" and ".join, _sharing_memory(gm.graph)))
-        raise ValueError(
-            f"{found or 'inputs'} share memory and are written, which Inductor takes only of views "
-            'of one tensor and dtype: make them so, or say engine="eager"'
-        ) from error
-
-
-def _sharing_memory(graph: fx.Graph) -> list[list[str]]:
-    """Inputs that share memory, where one of them is written."""
-    stored = set().union(*map(may_write, graph.nodes))
-    names: dict[int, list[str]] = {}
-    for node in graph.find_nodes(op="placeholder"):
-        for storage in storages(node) & stored:
-            names.setdefault(storage, []).append(input_name(node))
-    return [group for group in names.values() if len(group) > 1]
+        found = pages.explain_sharing(gm.graph, example_inputs)
+        raise ValueError("; ".join(found) or str(error)) from error
 
 
 def _run_eager(gm: fx.GraphModule, *_: Any) -> Callable[..., Any]:

@@ -66,46 +66,6 @@ def test_backend_equals_eager_on_poisoned_pools(dtype: torch.dtype, engine: str)
     assert stats.graph_breaks == 0
 
 
-def page_of_two(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """A conv state and a recurrent state of fp32 in each page of one raw pool."""
-    page = 5 * 6 * dtype.itemsize + 2 * 4 * 8 * 4
-    raw = torch.zeros(7 * page, dtype=torch.uint8)
-    conv = raw.view(dtype).as_strided((7, 6, 5), (page // dtype.itemsize, 5, 1))
-    state = raw.view(torch.float32).as_strided(
-        (7, 2, 4, 8), (page // 4, 32, 8, 1), 5 * 6 * dtype.itemsize // 4
-    )
-    return conv, state
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_backend_names_states_whose_memory_inductor_does_not_take(dtype: torch.dtype):
-    """Pages of one raw pool: of two dtypes, or two views of it as one."""
-
-    def step(
-        q: Tensor, k: Tensor, old: Tensor, indices: Tensor, conv: Tensor, state: Tensor
-    ) -> Tensor:
-        ops.reset_states_(conv, indices, old)
-        ops.reset_states_(state, indices, old)
-        return state[indices].sum() + (q * k).sum()
-
-    # memory that is only read is no trouble
-    read = torch.randn(2, 6).chunk(2, dim=1)
-    batch = *read, torch.tensor([False, True]), torch.tensor([3, 5], dtype=torch.int32)
-    compiled = torch.compile(step, backend="mtpgraph", fullgraph=True)
-    rule = r" conv and state share memory and are written.*engine=\"eager\""
-    with pytest.raises(Exception, match=rule):
-        compiled(*batch, *page_of_two(dtype))
-
-    expected, actual = page_of_two(dtype), page_of_two(dtype)
-    step(*batch, *expected)
-    torch._dynamo.reset()
-    torch.compile(step, backend="mtpgraph", fullgraph=True, options={"engine": "eager"})(
-        *batch, *actual
-    )
-    for a, b in zip(actual, expected, strict=True):
-        assert_same_bits(a, b)
-
-
 def test_backend_updates_pools_in_place():
     """Compiled code makes no copy of a cache: no buffer of its shape, no copy back."""
     stream, pools = Stream(4), make_pools(4)

@@ -143,7 +143,7 @@ class Explanation:
         recompiles: what compiles the step anew
         padding: how inputs are padded; ``None`` where that is not known
         padding_verdict: whether it may be, in a sentence
-        notes: limits of this explanation
+        notes: limits of this explanation, and inputs that Inductor does not take
     """
 
     name: str

@@ -21,6 +21,7 @@ from torch import Tensor, fx, nn
 from ..compile_passes import PASSES, _compat
 from ..compile_passes.backend import build
 from ..compile_passes.options import Options
+from ..compile_passes.pages import explain_sharing
 from ..compile_passes.report import source_line
 from ..compile_passes.stats import Stats
 from ..compile_passes.step import CompiledStep
@@ -199,6 +200,9 @@ class Probe:
             for node in names
             if isinstance(self._sources.value(_compat.source_name(node)), float)
         }
+        for note in explain_sharing(gm.graph, inputs):
+            if note not in self._explanation.notes:
+                self._explanation.notes.append(note)
         artifact = build(gm, inputs, self._options, whole=False)
         self.stats.merge(artifact.stats)
         self._explanation.graphs.append(list(read_ops(gm.graph, names, known, numbers)))
