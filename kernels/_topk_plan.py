@@ -22,6 +22,8 @@ DENSE_BLOCK = 8192
 SHORTEST_BLOCK = 4096
 LONGEST_BLOCK = 16384
 MAX_REGISTERS = 64
+# A row that the shortest block holds has as much of a longer one, whose threads are not more than
+# its keys.
 # The filter: keys that a program reads at a time, programs for each multiprocessor, the most slices
 # of a row, and the keys of a sample, more than LONG_SAMPLE only where no larger block helps. H200,
 # top 2048 of 64 and 256 rows of 32K keys, us, before other savings: 4 programs of 64 registers,

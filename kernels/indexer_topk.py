@@ -4,7 +4,8 @@
     chosen  = the topk largest of key[0 .. row_len - 1], equal ones by ascending s
     out     = chosen in ascending order, then -1
 
-A row that fits into the registers of a program is read once. The mean and the deviation of its
+A row that fits into the registers of a program is read once; a short one in a wider block that is
+read ahead of its length, twice. The mean and the deviation of its
 logits say where the topk-th largest should lie; four bounds about that place are counted from, and
 so on in rounds, until at most 64 logits lie between the bounds on its either side. Those are
 compared with each other, and all from the topk-th on are stored, in order (``_selection``).
@@ -15,7 +16,7 @@ Longer rows take two launches, each of which reads a key once:
               find the same bound, from which on a block of keys should lie (``limits``); what lies
               there of its own slice a program stores, in order, with its positions.
     select    a program holds what all slices have left, and goes on as with a short row. It begins
-              early, and waits for the filter where it needs it.
+              early, and waits for the filter before it reads what that left, or at its end.
 
 The bound decides what is left, never what is chosen: where fewer than topk keys are left, or more
 than a program can hold (a sample that misleads, a value that most of a row shares), the program
@@ -159,6 +160,7 @@ def indexer_topk_kernel(
     # Where the logits are wide, a block is made for longer rows than most are. Of a short one each
     # thread has fewer keys, and little of the widest can be read ahead.
     SHORT_GROUPS: tl.constexpr = SHORT_BLOCK // (128 * WARPS) if BLOCK > SHORT_BLOCK else GROUPS
+    tl.static_assert(SHORT_GROUPS > 0)
     AHEAD: tl.constexpr = not FILTERED and BLOCK <= 2 * SHORT_BLOCK
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * row_stride

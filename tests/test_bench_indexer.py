@@ -407,6 +407,14 @@ def test_peers_of_select_are_pairs_of_kernels() -> None:
     assert arms[2].call(0).shape == (2, 512)
 
 
+def test_peers_of_any_topk_are_few() -> None:
+    shape = TopK(2, 4096, 100)
+    peers = Peers({"vLLM": vllm()})
+    arms = bench_scores.topk_arms(shape, bench_scores.make_row_sets(shape, 1, CPU), peers)
+    assert [each.name for each in arms] == ["mtpgraph", "vLLM per row", "torch.topk"]
+    assert [each.check() for each in arms] == [""] * 3
+
+
 def test_selector_that_loses_winners_is_found_on_clustered_rows() -> None:
     """As one with a coarse key and a bounded buffer would."""
     peer = vllm()

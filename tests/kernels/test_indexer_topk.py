@@ -177,9 +177,10 @@ def test_topk_of_rows_far_shorter_than_the_logits(width: int, device: str) -> No
 
 
 @pytest.mark.usefixtures("small_blocks")
+@each_dtype
 @pytest.mark.parametrize("width", [250, 500])
 def test_topk_of_rows_far_shorter_than_a_block(
-    width: int, monkeypatch: pytest.MonkeyPatch, device: str
+    width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
     """Without a filter, in blocks of two chunks and of four: rows of a chunk, and longer ones."""
     monkeypatch.setattr(_topk_plan, "SHORT_WIDTH", 512)
@@ -189,8 +190,32 @@ def test_topk_of_rows_far_shorter_than_a_block(
         row[:row_len] = torch.randn(row_len)
         row[max(row_len - 1, 0)] = 9
     # -inf and NaN among the largest
-    logits[-2:, 10:] = torch.tensor([[-INF], [NAN]], device=device)
-    assert_equals_sort(logits, int32(lens, device), 17)
+    logits[-2:, 10:100] = torch.tensor([[-INF], [NAN]], device=device)
+    assert_equals_sort(logits.to(dtype), int32(lens, device), 17)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a card compiles the function that there is")
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize(("short_width", "width"), [(512, 250), (512, 500), (128, 700)])
+def test_topk_of_short_rows_takes_a_part_of_the_block(
+    short_width: int, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Read ahead, read when its length is known, and behind a filter; late positions as well."""
+    monkeypatch.setattr(_topk_plan, "SHORT_WIDTH", short_width)
+    select_row, groups = indexer_topk.select_row, []
+
+    def counted(*args: Any) -> Any:
+        groups.append(args[8])
+        return select_row(*args)
+
+    monkeypatch.setattr(indexer_topk, "select_row", counted)
+    logits = torch.randn(1, width)
+    for late in (False, True):
+        monkeypatch.setattr(_topk_plan, "MAX_REGISTERS", 1000 if late else 1)
+        for row_len in (17, 18, 127, 128, 129, 200):
+            groups.clear()
+            assert_equals_sort(logits, int32([row_len]), 17)
+            assert groups.count(1) == (18 <= row_len <= 128)
 
 
 @pytest.mark.parametrize(
@@ -511,8 +536,8 @@ def test_topk_on_the_card_of_rows_far_shorter_than_the_logits(num_tokens: int) -
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_tokens", [1, 40, 300])
 def test_topk_on_the_card_may_begin_early(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether the second launch waits for the first on the card or ahead of it; rows of both, of
-    the second alone, and of neither."""
+    """Whether the second launch waits for the first on the card or ahead of it; rows that it waits
+    for, and, of many, others."""
     lens = [100_000, 30_000, 6000, 3000, 100, 0]
     row_lens = int32([lens[row % len(lens)] for row in range(num_tokens)], "cuda")
     rows = [torch.randn(num_tokens, 100_000, device="cuda") for _ in range(3)]
@@ -528,7 +553,8 @@ def test_topk_on_the_card_may_begin_early(num_tokens: int, monkeypatch: pytest.M
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("num_tokens", "width"), [(60, 8192), (300, 8192), (60, 16_384), (300, 160 << 10)]
+    ("num_tokens", "width"),
+    [(60, 8192), (300, 8192), (60, 16_384), (300, 160 << 10), (8, 1 << 20)],
 )
 def test_topk_on_the_card_of_short_rows_of_each_kind_of_values(num_tokens: int, width: int) -> None:
     """Rows of half a chunk to a chunk and a few, in wider logits, none of which they may see."""
@@ -543,6 +569,8 @@ def test_topk_on_the_card_of_short_rows_of_each_kind_of_values(num_tokens: int, 
     inputs = (logits.cuda(), lens.int().cuda())
     for topk in (2048, 512):
         assert_same_bits(launch(*inputs, topk), reference(*inputs, topk))
+    half = (inputs[0].bfloat16(), inputs[1])
+    assert_same_bits(launch(*half, 2048), reference(*half, 2048))
 
 
 @pytest.mark.gpu

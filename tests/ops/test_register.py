@@ -61,15 +61,16 @@ def test_an_op_runs_on_the_current_stream(name: str) -> None:
     """Its inputs are there only when what the stream did before is done."""
     inputs = make_inputs(name, "cuda")
     late = {k: torch.zeros_like(v) if isinstance(v, Tensor) else v for k, v in inputs.items()}
-    getattr(ops, name)(**late)  # compiles
     stream = torch.cuda.Stream()
-    torch.cuda.synchronize()
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(20_000_000)
+        getattr(ops, name)(**late)  # has memory of its own
+        torch.cuda.synchronize()
+        torch.cuda._sleep(100_000_000)
         for key, value in inputs.items():
             if isinstance(value, Tensor):
                 late[key].copy_(value)
         actual = getattr(ops, name)(**late)
+        assert not stream.query()
     stream.synchronize()
     _assert_same(actual, getattr(ops, name)(**inputs), late, inputs)
 
