@@ -13,7 +13,7 @@ import pytest
 import mtpgraph
 
 PROGRAM = """
-import json, sys, time
+import json, sys
 import torch
 from torch._dynamo.utils import counters
 import mtpgraph
@@ -28,11 +28,9 @@ starts = torch.arange(4, dtype=torch.int32)
 for options in json.loads(sys.argv[1]):
     torch._dynamo.reset()
     counters.clear()
-    started = time.perf_counter()
     compiled = torch.compile(step, backend="mtpgraph", fullgraph=True, options=options)
     result = compiled(torch.ones(3, 2), starts, starts[1:] + 2)
     print(json.dumps({
-        "seconds": time.perf_counter() - started,
         "graph hits": counters["inductor"]["fxgraph_cache_hit"],
         "graph misses": counters["inductor"]["fxgraph_cache_miss"],
         "aot hits": counters["aot_autograd"]["autograd_cache_hit"],
@@ -100,7 +98,6 @@ def test_caches_serve_what_is_the_same_and_nothing_else(tmp_path: Path) -> None:
     assert hit(warm)
     assert hit(warm_other)
     assert warm["result"] == cold["result"] == other["result"]
-    assert warm["seconds"] < cold["seconds"]
 
     # a helper of a pass, which no source of a function would show
     with (machine.package / "compile_passes" / "_memory.py").open("a") as file:
