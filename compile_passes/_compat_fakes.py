@@ -45,10 +45,9 @@ def is_fake(value: Any) -> bool:
 
 def with_own_storage(fake: Any) -> Any:
     """The same tensor in a storage of its own, at the same offset of it."""
-    last = sum((n - 1) * stride for n, stride in zip(fake.shape, fake.stride(), strict=True))
-    size = fake.storage_offset() + last + 1
+    size = fake.untyped_storage().nbytes()
     with fake.fake_mode, torch.no_grad():
-        storage = torch.empty(size, dtype=fake.dtype, device=fake.device).untyped_storage()
+        storage = torch.empty(size, dtype=torch.uint8, device=fake.device).untyped_storage()
         own = torch.empty(0, dtype=fake.dtype, device=fake.device)
         return own.set_(storage, fake.storage_offset(), fake.shape, fake.stride())
 

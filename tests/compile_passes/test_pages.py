@@ -198,6 +198,34 @@ def test_pages_side_by_side(fn: Any, size: int, offset: int, dtype: torch.dtype 
         assert_same_bits(a, b)
 
 
+def aliases(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    add_to_both(x, y)
+    return x[1:], y.t(), y.view(torch.int16)
+
+
+@pytest.mark.parametrize("dynamic", [None, True], ids=["static", "dynamic"])
+def test_pages_that_are_returned_stay_where_they_are(dynamic: bool | None) -> None:
+    step = torch.compile(aliases, backend="mtpgraph", fullgraph=True, dynamic=dynamic)
+    actual, expected = pairs(3, 12, torch.bfloat16), pairs(3, 12, torch.bfloat16)
+    for a, b in zip(step(*actual), aliases(*expected), strict=True):
+        assert_same_bits(a, b)
+        assert a.data_ptr() - actual[0].data_ptr() == b.data_ptr() - expected[0].data_ptr()
+
+
+@pytest.mark.parametrize("dynamic", [None, True], ids=["static", "dynamic"])
+def test_no_pages(dynamic: bool | None) -> None:
+    step = torch.compile(add_to_both, backend="mtpgraph", fullgraph=True, dynamic=dynamic)
+    x, y = pairs(3, 12, torch.bfloat16)
+    assert step(x[:0], y[:0]) == 0
+    assert step(x, y) == 15
+
+
+@torch.inference_mode()
+def test_pages_in_inference_mode() -> None:
+    step = torch.compile(add_to_both, backend="mtpgraph", fullgraph=True)
+    assert step(*pairs(3, 12, torch.bfloat16)) == 15
+
+
 def test_pages_that_share_bytes_later_are_refused() -> None:
     """Sizes, strides and dtypes are those that were compiled for, but not the offset."""
     step = torch.compile(add_to_both, backend="mtpgraph", fullgraph=True)
