@@ -147,7 +147,9 @@ def _run_inductor(
 ) -> Callable[..., Any]:
     try:
         return pages.compile_apart(
-            gm.graph, example_inputs, lambda inputs: _compat.inductor(gm, inputs, passes)
+            gm.graph,
+            example_inputs,
+            lambda inputs, key: _compat.inductor(gm, inputs, passes + key),
         )
     except Exception as error:
         if not any(text in str(error) for text in _REFUSES_SHARED):

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .options import Options
+from .pages import SharedBytesError
 from .prove_graph import NotProven
 from .stats import Stats
 
@@ -215,8 +216,8 @@ class GraphTable:
                 before()
                 self.device.warm_up(run)
             graph = self.device.capture(run, generators)
-        except NotProven:
-            # no fault of recording: such batches run as they are
+        except (NotProven, SharedBytesError):
+            # no fault of recording: such batches run as they are, such inputs not at all
             raise
         except Exception as error:
             return self._give_up(key, what, f"{type(error).__name__}: {error}", error)

@@ -13,9 +13,10 @@ from torch import Tensor
 import mtpgraph
 from mtpgraph import Batched, Static
 from mtpgraph.compile_passes import capture, graphed_callable, padded_runs
-from mtpgraph.compile_passes.capture import CudaDevice, frozen_gc
+from mtpgraph.compile_passes.capture import CudaDevice, GraphTable, frozen_gc
 from mtpgraph.compile_passes.graphed_callable import GraphedCallable
 from mtpgraph.compile_passes.options import Options
+from mtpgraph.compile_passes.pages import SharedBytesError
 from mtpgraph.compile_passes.stats import Stats
 from tests.helpers import assert_same_bits
 
@@ -165,6 +166,18 @@ def test_moves_far_apart_do_not_end_the_graphs(device: PretendedDevice):
             assert step(torch.zeros(2), cache).tolist() == [i, i]
     assert step.stats().replays == 36
     assert not step.stats().fallbacks
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_states_that_share_bytes_once_do_not_end_the_graphs(strict: bool):
+    device, stats = PretendedDevice(), Stats()
+    table = GraphTable(device, stats, Options(strict=strict))
+    device.failure = SharedBytesError("x and y share bytes")
+    with pytest.raises(SharedBytesError):
+        table.obtain("key", "of a step", 0, lambda: None)
+    device.failure = None
+    assert table.obtain("key", "of a step", 1, lambda: None) is device.captured[0]
+    assert stats.fallbacks == []
 
 
 def test_generators_are_registered(device: PretendedDevice):

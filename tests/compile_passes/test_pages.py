@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -169,11 +170,15 @@ def test_pages_that_share_bytes_need_eager(
     fn: Any, size: int, offset: int, dtype: torch.dtype, dynamic: bool | None
 ) -> None:
     step = torch.compile(fn, backend="mtpgraph", fullgraph=True, dynamic=dynamic)
-    with pytest.raises(Exception, match=r' x and y share memory and are written.*engine="eager"'):
+    with pytest.raises(
+        Exception, match=r' x and y share memory of which some is written.*engine="eager"'
+    ):
         step(*pairs(size, offset, dtype))
 
     (note,) = mtpgraph.explain(fn, *pairs(size, offset, dtype)).notes
-    assert note.startswith("x and y share memory and are written, which Inductor takes only")
+    assert note.startswith(
+        "x and y share memory of which some is written, which Inductor takes only"
+    )
     torch._dynamo.reset()
     step = torch.compile(fn, backend="mtpgraph", fullgraph=True, options={"engine": "eager"})
     actual, expected = pairs(size, offset, dtype), pairs(size, offset, dtype)
@@ -196,6 +201,75 @@ def test_pages_side_by_side(fn: Any, size: int, offset: int, dtype: torch.dtype 
         torch.testing.assert_close(step(*actual), fn(*expected))
     for a, b in zip(actual, expected, strict=True):
         assert_same_bits(a, b)
+
+
+def past_the_end(x: Tensor, y: Tensor) -> Tensor:
+    """Reads bytes of ``y`` through ``x``."""
+    y.fill_(7)
+    return x.as_strided((4, 2), (16, 1), 3).view(torch.int32) + 1
+
+
+def with_grad(x: Tensor, y: Tensor) -> Tensor:
+    y.add_(1)
+    return (x * 2).sum() + y.sum()
+
+
+@pytest.mark.parametrize("dynamic", [None, True], ids=["static", "dynamic"])
+def test_steps_that_look_past_the_end_of_an_input_need_eager(dynamic: bool | None) -> None:
+    step = torch.compile(past_the_end, backend="mtpgraph", fullgraph=True, dynamic=dynamic)
+    with pytest.raises(Exception, match=r" x and y share memory of which some is written"):
+        step(*pairs(3, 12, torch.bfloat16))
+
+
+def test_inputs_that_autograd_follows_are_left_to_torch() -> None:
+    x, y = pairs(3, 12, torch.bfloat16)
+    step = torch.compile(with_grad, backend="mtpgraph", fullgraph=True)
+    with pytest.raises(Exception, match=r" x and y share memory of which some is written"):
+        step(x.detach().requires_grad_(), y)
+
+
+@pytest.mark.parametrize("first", [(3, 12, torch.bfloat16), (3, 12, torch.float32), None])
+def test_caches_of_torch_do_not_serve_inputs_that_share_other_bytes(
+    first: tuple[int, int, torch.dtype] | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Their keys have neither the offset of an input nor which inputs share a storage."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    dtype = first[2] if first else torch.float32
+    apart = [view.clone(memory_format=torch.preserve_format) for view in pairs(3, 12, dtype)]
+    apart = [torch.zeros(5, 64 // v.itemsize, dtype=v.dtype)[:, : v.shape[1]] for v in apart]
+    layouts = [apart, pairs(*first)] if first else [apart, torch.zeros(5, 16).split(8, dim=1)]
+    if not first:
+        whole = torch.zeros(5, 16)
+        layouts.append((whole[:, :3], whole[:, 2:6]))
+    for args in layouts:
+        torch._dynamo.reset()
+        step = torch.compile(add_to_both, backend="mtpgraph", fullgraph=True)
+        copies = _detached(args)
+        torch.testing.assert_close(step(*args), add_to_both(*copies))
+        for a, b in zip(args, copies, strict=True):
+            assert_same_bits(a, b)
+
+
+def _detached(views: Sequence[Tensor]) -> list[Tensor]:
+    """The same views of a copy of what they lie in."""
+    copies: dict[int, Any] = {}
+    found = []
+    for view in views:
+        storage = view.untyped_storage()
+        copy = copies.setdefault(storage.data_ptr(), storage.clone())
+        empty = torch.empty(0, dtype=view.dtype)
+        found.append(empty.set_(copy, view.storage_offset(), view.shape, view.stride()))
+    return found
+
+
+def test_layouts_that_take_turns_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = torch.compile(add_to_both, backend="mtpgraph", fullgraph=True)
+    layouts = [pairs(3, 12, torch.bfloat16) for _ in range(2)]
+    for args in layouts:
+        step(*args)
+    monkeypatch.setattr(pages, "disjoint", None)
+    for args in layouts * 2:
+        step(*args)
 
 
 def aliases(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -250,9 +324,9 @@ def seen_by_inductor(
     compile_apart = pages.compile_apart
 
     def watched(graph: Any, inputs: Sequence[Any], compile_inputs: Any) -> Any:
-        def compiled(got: list[Any]) -> Any:
+        def compiled(got: list[Any], key: bytes) -> Any:
             seen.append((list(inputs), got))
-            return compile_inputs(got)
+            return compile_inputs(got, key)
 
         return compile_apart(graph, inputs, compiled)
 
