@@ -67,10 +67,11 @@ def examine(
     made_up: bool = False,
 ) -> Explanation:
     """:func:`explain` with a name for the step, and whether the values of tensors mean nothing."""
-    options, declared = Options(engine="eager"), {}
+    options, declared, engine = Options(engine="eager"), {}, "inductor"
     if isinstance(fn, CompiledStep):
         fn, declared, given = fn._fn, fn.inputs, fn._options
         options = Options(engine="eager", disable_passes=given.disable_passes)
+        engine = given.engine
     fn = _compat.uncompiled(fn)
     if not callable(fn):
         raise TypeError(f"fn must be callable, got {fn!r}")
@@ -84,7 +85,7 @@ def examine(
     signature = inspect.signature(fn.forward if isinstance(fn, nn.Module) else fn)
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
-    probe = Probe(explanation, options, made_up)
+    probe = Probe(explanation, options, engine, made_up)
     try:
         probe.trace_whole(fn, bound)
     except _compat.GraphBreak as error:
@@ -121,10 +122,13 @@ class _Stop(Exception):
 class Probe:
     """A backend that runs the passes over each graph and writes down what it sees."""
 
-    def __init__(self, explanation: Explanation, options: Options, made_up: bool) -> None:
+    def __init__(
+        self, explanation: Explanation, options: Options, engine: str, made_up: bool
+    ) -> None:
         self.stats = Stats()
         self._explanation = explanation
         self._options = options
+        self._engine = engine
         self._made_up = made_up
         self._sources = Sources({}, {})
         self._own: set[int] | None = None
@@ -200,7 +204,7 @@ class Probe:
             for node in names
             if isinstance(self._sources.value(_compat.source_name(node)), float)
         }
-        for note in explain_sharing(gm.graph, inputs):
+        for note in explain_sharing(gm.graph, inputs) if self._engine == "inductor" else ():
             if note not in self._explanation.notes:
                 self._explanation.notes.append(note)
         artifact = build(gm, inputs, self._options, whole=False)
