@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from ._compat import example_value, has_storage, is_fake, storage_key, with_own_storage
+from ._hazard_effects import name_called
 from ._memory import disjoint
 from ._writes import may_write, storages, touched
 from .rows import input_name
@@ -91,7 +92,7 @@ class _Page:
         if self.is_taken or not all(map(_is_plain, self.fakes)):
             return False
         stored = storages(self._nodes)
-        if any(_name(node) in _REACHES and touched(node) & stored for node in graph.nodes):
+        if any(name_called(node) in _REACHES and touched(node) & stored for node in graph.nodes):
             return False
         return self.sharing_bytes(inputs) is None
 
@@ -135,10 +136,6 @@ def _pages(graph: fx.Graph) -> list[_Page]:
         if isinstance(value, Tensor) and has_storage(value) and storage_key(value) in stored:
             groups.setdefault(storage_key(value), {})[place] = node
     return [_Page(group) for group in groups.values() if len(group) > 1]
-
-
-def _name(node: fx.Node) -> str:
-    return str(getattr(node.target, "__name__", node.target)).partition(".")[0]
 
 
 def _is_plain(value: Tensor) -> bool:

@@ -1,5 +1,6 @@
 """States in the pages of one raw pool, compiled by Inductor."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -56,25 +57,21 @@ def make_states(dtype: torch.dtype, state_dtype: torch.dtype, places: int = 4) -
 def check_steps(step: Any, stream: Stream, pools: dict[str, Tensor], *, exact: bool) -> None:
     """A few steps equal eager ones, in the states and in all bytes around them."""
     (raw, actual_pools), (expected_raw, expected_pools) = in_pages(pools), in_pages(pools)
+    close = {} if exact else {"rtol": 0.05, "atol": 0.05}
+    states = [(actual_pools[name], expected_pools[name]) for name in ("conv", "ssm")]
     for query_lens, new in ([2, 1, 2, 2], ()), ([2, 2, 1, 2], (1,)), ([1, 2, 2], (2,)):
         batch = stream.batch(query_lens, new)
         expected = hybrid_step(*batch, expected_pools)
         for a, b in zip(step(*batch, actual_pools), expected, strict=True):
-            torch.testing.assert_close(a, b, **({} if exact else {"rtol": 0.05, "atol": 0.05}))
+            torch.testing.assert_close(a, b, **close)
             assert not a.isnan().any()
-        for name in ("conv", "ssm"):
-            a, b = actual_pools[name], expected_pools[name]
-            close = {} if exact else {"rtol": 0.05, "atol": 0.05}
+        for a, b in states:
             torch.testing.assert_close(a, b, equal_nan=True, **close)
-            # what lies around the states
-            a.zero_()
-            expected_kept = b.clone()
-            b.zero_()
-            expected_pools[name].copy_(expected_kept)
-            actual_pools[name].copy_(expected_kept)
-    for pool_set in (actual_pools, expected_pools):
-        pool_set["conv"].zero_()
-        pool_set["ssm"].zero_()
+            # each step begins with the same states
+            a.copy_(b)
+    # what lies around the states
+    for state in itertools.chain(*states):
+        state.zero_()
     assert_same_bits(raw, expected_raw)
 
 
